@@ -1,4 +1,5 @@
-# The repository, installed, as the working directory; versions from uv.lock.
+# Installs the repository, with the versions of uv.lock. The repository is the
+# working directory.
 #
 #   docker build -t jaxline .                              # CPU
 #   docker build -t jaxline --build-arg EXTRA=gpu .        # CUDA 12, or cuda13
@@ -12,11 +13,12 @@ ENV PATH=/jaxline/.venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /jaxline
 
 RUN pip install --no-cache-dir 'uv>=0.9'
-# The requirements are a layer of their own: a change of code installs no more.
+# The requirements are a separate layer, so a change of the code does not install
+# them again.
 COPY pyproject.toml uv.lock ./
 RUN uv sync --frozen --no-cache --no-install-project ${EXTRA:+--extra=$EXTRA}
 COPY . .
 RUN uv sync --frozen --no-cache ${EXTRA:+--extra=$EXTRA}
 
-# No shell between: it would keep SIGTERM, on which a run saves, to itself.
+# Do not use a shell: it would not pass on SIGTERM, which makes a run save.
 ENTRYPOINT ["python", "experiment.py"]

@@ -1,9 +1,9 @@
-"""A test environment harsher than production.
+"""Sets up a test environment that is stricter than production.
 
-Two fake CPU devices, so that everything that crosses devices does so in every
-test; no silent promotion of dtypes or ranks; every warning is an error (see
-pyproject.toml). Tests that are about eight devices start their own process:
-the number of devices is fixed when JAX starts.
+Tests run on two fake CPU devices, so everything that can cross devices does so
+in every test. There is no implicit promotion of dtypes or ranks, and warnings
+are errors (see pyproject.toml). Tests that need eight devices start a new
+process, because the number of devices is fixed when JAX starts.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,11 @@ import subprocess
 from typing import Any
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# The tests compile many small programs and run each a few times. Without fusion
-# emitters that takes a third less, and in one part instead of up to 32 another
-# quarter less. Later releases have no flag for the former, nor has the compiler
-# for TPUs either, and none starts with one that it does not know.
+# The tests compile many small programs and run each of them a few times.
+# Disabling fusion emitters saves a third of the compile time, and compiling in
+# one part instead of up to 32 saves a further quarter. Set these flags only if
+# they exist: JAX does not start with an unknown flag. Releases after 0.10 do
+# not have the former, and the compiler for TPUs has neither.
 os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
@@ -43,24 +44,26 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
-# Their fixtures.
+# These modules have fixtures.
 pytest_plugins = ['tests.buckets', 'tests.checkpoints', 'tests.survivors']
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
-# Most programs run a few times only: to optimize them takes longer than to run
-# them. The programs that tests start as processes are optimized as in use.
+# Most programs run only a few times, so optimizing them takes longer than
+# running them. Processes that tests start optimize their programs as usual.
 jax.config.update('jax_disable_most_optimizations', True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Lets code that reads flags run without a command line.
+  """Prepares temporary directories, signals and flags.
 
-  And lets the programs that tests start hear signals: those of a job in a
-  shell's background inherit that SIGINT is ignored.
+  Temporary directories are in memory if it has room, because saves wait for the
+  disk, which takes longer than many tests.
 
-  Temporary directories are in memory where it has room: saves wait for the
-  disk, for longer than many a test runs.
+  Processes that tests start must receive SIGINT, but a job in the background of
+  a shell ignores it and passes that on to its children.
+
+  Code that reads flags must run without a command line.
   """
   del config
   memory = '/dev/shm'
@@ -74,28 +77,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """Returns how many processes run tests; `-n 0` runs all in one, for pdb."""
-  known = hasattr(os, 'sched_getaffinity')  # Not on every system.
+  """Returns the number of processes; use `-n 0` to debug in this process."""
+  known = hasattr(os, 'sched_getaffinity')  # Some systems lack it.
   cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
   # Tests of this tier often wait for a process that waits itself.
   return min(cores, 8) + (config.option.markexpr == 'process')
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-  """Refuses a test of two tiers: `-m process` would run what is slow."""
+  """Refuses a test in two tiers: `-m process` would run slow tests."""
   tiers = {'process', 'slow'} & {mark.name for mark in item.iter_markers()}
   if len(tiers) > 1:
     raise pytest.UsageError(
-      f'{item.nodeid} is marked {sorted(tiers)}: keep one'
+      f'{item.nodeid} has the markers {sorted(tiers)}; keep only one'
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-  """Keeps the garbage collector from visiting the modules and tests.
+  """Keeps the garbage collector away from the modules and tests.
 
-  It would take a third of the time of their collection, and 0.6 seconds
-  whenever a test calls it.
+  It would take a third of the time of collecting the tests, and 0.6 seconds
+  each time a test calls it.
   """
   gc.disable()
   try:
@@ -107,11 +110,11 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope='session')
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Keeps what is cached, such as tokens, out of the user's home.
+  """Keeps caches, for example of tokens, out of the user's home.
 
   A program that several tests compile in this process is compiled once. Each
-  worker of pytest-xdist keeps its own, because JAX does not write these files
-  in one step. The programs that tests start have the cache of
+  worker of pytest-xdist has a separate cache, because JAX does not write its
+  files atomically. Processes that tests start use the cache of
   `config.compilation_cache` below XDG_CACHE_HOME.
   """
   jax.config.update(
@@ -126,7 +129,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def compiles() -> Iterator[None]:
-  """Compiles each program of a test anew, for tests that are about that."""
+  """Disables the compilation cache, for tests of compilation."""
   directory = jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', None)
   compilation_cache.reset_cache()
@@ -137,7 +140,7 @@ def compiles() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Forgets the checkpoints in memory of the tests before."""
+  """Forgets the in-memory checkpoints of earlier tests."""
   monkeypatch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
 
 
@@ -146,14 +149,14 @@ def _mount(path: pathlib.Path, *options: str) -> None:
     ['mount', *options, str(path)], capture_output=True, text=True
   )
   if done.returncode:
-    pytest.skip(f'Only root can make a mount: {done.stderr}')
+    pytest.skip(f'Mounting needs root: {done.stderr}')
 
 
 @pytest.fixture
 def small_disk(
   tmp_path: pathlib.Path,
 ) -> Iterator[tuple[pathlib.Path, Callable[[str], Any]]]:
-  """A file system of 1.5 MB, as (directory, function that remounts it)."""
+  """Mounts 1.5 MB; yields the directory and a function that remounts it."""
   folder = tmp_path / 'small'
   folder.mkdir()
   _mount(folder, '-t', 'tmpfs', '-o', 'size=1500k', 'tmpfs')
@@ -163,7 +166,7 @@ def small_disk(
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[pathlib.Path], None]]:
-  """Makes directories such that nothing can be written in them, for a test."""
+  """Yields a function that makes a directory read-only during a test."""
   mounted = []
 
   def protect(path: pathlib.Path) -> None:

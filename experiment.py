@@ -2,10 +2,10 @@
 
     python experiment.py --config=configs/lm.py
 
-The config names the class, as `config.experiment_class = 'module:Class'`, so
-that this file runs every experiment without a change, and `jaxline.load`,
-`jaxline.evaluate` and `python -m jaxline.inputs show` find the class too. A
-class that is given to `platform.main` instead of None also runs.
+The config names the class: `config.experiment_class = 'module:Class'`. So this
+file runs every experiment without a change, and `jaxline.load`,
+`jaxline.evaluate` and `python -m jaxline.inputs show` find the class too. You
+can pass a class to `platform.main` instead of None.
 """
 
 import sys

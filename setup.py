@@ -1,4 +1,4 @@
-"""Lets old tools run `python setup.py`; pyproject.toml has the metadata."""
+"""For tools that run `python setup.py`; pyproject.toml has the metadata."""
 
 import setuptools
 

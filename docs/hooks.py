@@ -1,9 +1,10 @@
 """Hooks of MkDocs: pages from outside of docs/, and links that leave it.
 
-The navigation in mkdocs.yml names pages of docs/, and besides these any other
-Markdown file of the repository, notebooks (as .md), and modules (in api/).
+The navigation in mkdocs.yml names pages of docs/, other Markdown files of the
+repository, notebooks (as .md), and modules (in api/).
 """
 
+import ast
 import json
 import pathlib
 import posixpath
@@ -33,8 +34,7 @@ def on_files(files, config):
   for uri in leaves(config['nav']):
     path = source_of(uri)
     if uri.startswith('api/'):
-      module = pathlib.PurePath(uri).stem
-      text = f'# {module}\n\n::: {module}\n'
+      text = api_page(pathlib.PurePath(uri).stem)
     elif path.suffix == '.ipynb':
       text = ''.join(cells(json.loads(path.read_text(encoding='utf-8'))))
     elif files.get_file_from_path(uri):
@@ -43,6 +43,35 @@ def on_files(files, config):
       text = path.read_text(encoding='utf-8')
     files.append(mkdocs_files.File.generated(config, uri, content=text))
   return files
+
+
+def api_page(module):
+  """Returns the page of a module, first the methods that a subclass writes."""
+  path = ROOT / module.replace('.', '/')
+  path = path / '__init__.py' if path.is_dir() else path.with_suffix('.py')
+  first, rest = '', ['!^_[^_]']
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.ClassDef) and (names := abstract_methods(node)):
+      options = f'members: {names}, show_docstring_attributes: false'
+      first += f'::: {module}.{node.name}\n'
+      first += f'    options: {{{options}, heading_level: 3}}\n\n'
+      rest += [f'!^{name}$' for name in names if name[0] != '_']
+  if not first:
+    return f'# {module}\n\n::: {module}\n'
+  return (
+    f'# {module}\n\n## The methods that you write\n\n{first}'
+    f'## All other names\n\n::: {module}\n    options: {{filters: {rest}}}\n'
+  )
+
+
+def abstract_methods(node):
+  """Returns the names of the abstract methods of a class, in their order."""
+  return [
+    x.name
+    for x in node.body
+    if isinstance(x, ast.FunctionDef)
+    and 'abc.abstractmethod' in map(ast.unparse, x.decorator_list)
+  ]
 
 
 def leaves(nav):

@@ -1,24 +1,27 @@
-"""Decoding: continues prompts greedily, by sampling or by beam search.
+"""Continues prompts greedily, by sampling or by beam search.
 
-The model is given as a function
+You pass the model as a function
 
     step_fn(cache, tokens_BL, start_B) -> (logits_BLV, cache)
 
-which runs it over L further tokens of each row, and keeps this contract:
+which runs it on the next L tokens of each row. The function must follow this
+contract:
 
-- `tokens_BL` int32: those of row b have the positions `start_B[b]`,
-  `start_B[b] + 1` and so on; `start_B` is int32, [B].
-- `cache` is a pytree of arrays, each with the rows as its axis `cache_axis`
-  (examples/lm: [B, G, M, K], axis 0); it is returned with the same shapes
-  and types. The function writes what later tokens need of these tokens at their
-  positions, over earlier content. A token sees the positions up to its own and
-  no later ones, which may hold padding. There are T + max_decode_steps - 1
-  positions. The output of an encoder for a row belongs in the cache too: rows
-  are repeated and reordered along that axis.
-- `logits_BLV` float32: of the token that follows each one.
-- It is pure, and traced twice: for the prompts, with L = T - 1 and unused
-  logits, so that XLA leaves out their product; and in the body of a loop, with
-  L = 1 and, for N continuations of a prompt, N times the rows.
+- `tokens_BL` is int32. The tokens of row b have the positions `start_B[b]`,
+  `start_B[b] + 1` and so on; `start_B` is int32 [B].
+- `cache` is a pytree of arrays, in which the rows are the axis `cache_axis`
+  (examples/lm: [B, G, M, K], axis 0). It is returned with the same shapes and
+  types. The function writes the data of these tokens that later ones need, such
+  as keys and values, at their positions, over earlier content. A token sees no
+  positions after its own, because they may hold padding. There are
+  T + max_decode_steps - 1 positions. If an encoder has an output for each row,
+  put it into the cache too, because rows are repeated and reordered along
+  `cache_axis`.
+- `logits_BLV` is float32: the logits of the token after each given one.
+- The function is pure. It is traced twice: for the prompts, with L = T - 1, and
+  in the body of a loop, with L = 1 and, for N continuations of a prompt, N
+  times the rows. The logits of the prompts are not used, so XLA leaves out the
+  product that makes them.
 
 Shapes: B prompts, T prompt length, N continuations of a prompt, R = B x N rows,
 S max_decode_steps, V vocab, K candidates; L and M as above.
@@ -40,7 +43,7 @@ from jaxline.inputs import tokenization
 StepFn = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 METHODS = ('greedy', 'sample', 'beam')
-# Shorter prompts are not told apart: one program serves them all.
+# Prompts are padded to at least this length, so short ones share one program.
 _SHORTEST = 32
 
 
@@ -49,27 +52,29 @@ class Options:
   """How to decode.
 
   Attributes:
-    method: 'greedy' takes the likeliest token each time, of equals the first,
-      and 0 where a logit is NaN; 'sample' draws it;
-      'beam' looks for the likeliest continuation as a whole.
-    max_decode_steps: the most tokens of a continuation.
-    temperature: of 'sample': logits are divided by it; 0 takes the likeliest.
-    top_k: of 'sample': draw from so many of the likeliest tokens (Fan et al.,
-      2018); 0 is all. 40 is the default of Pax.
-    top_p: of 'sample': of these draw from the fewest whose probabilities, among
-      these and before the temperature, add up to at least this (Holtzman et
-      al., 2020). As in Praxis; several other libraries apply the temperature
-      first, which keeps fewer tokens below 1 and more above.
-    num_samples: of 'sample': continuations of each prompt.
-    sort_samples: of 'sample': sort the continuations of a prompt by their
-      scores, the best first, as Praxis does. Otherwise each of them alone is a
-      fair sample.
-    beam_size: of 'beam': hypotheses kept for each prompt.
-    length_norm_alpha: of 'beam': see `length_norm`; 0 prefers short ones.
-    stop_ids: tokens with which a continuation ends. If there are any, 'beam'
-      returns only continuations that end with one.
-    scores: whether scores are returned also where nothing else needs them: they
-      cost another pass over the vocabulary for each token. 0 stands for none.
+    method: 'greedy' takes the likeliest token each time (the first of equally
+      likely ones, and token 0 if a logit is NaN); 'sample' draws each token;
+      'beam' searches for the likeliest continuation as a whole.
+    max_decode_steps: largest number of tokens of a continuation.
+    temperature: for 'sample': divisor of the logits; 0 takes the likeliest
+      token.
+    top_k: for 'sample': draw from this number of likeliest tokens (Fan et al.,
+      2018); 0 means all. 40 is the default of Pax.
+    top_p: for 'sample': of these tokens, draw from the smallest set whose
+      probabilities sum to at least `top_p` (Holtzman et al., 2020). The
+      probabilities are normalized over these tokens before the temperature is
+      applied, as in Praxis. Several other libraries apply the temperature
+      first, which keeps fewer tokens if it is below 1 and more if above.
+    num_samples: for 'sample': number of continuations of each prompt.
+    sort_samples: for 'sample': whether to sort the continuations of a prompt by
+      score, the best first, as Praxis does. Without sorting, each single
+      continuation is a fair sample.
+    beam_size: for 'beam': number of hypotheses kept for each prompt.
+    length_norm_alpha: for 'beam': see `length_norm`; 0 favors short ones.
+    stop_ids: tokens that end a continuation. If there are any, 'beam' returns
+      only continuations that end with one of them.
+    scores: whether to return scores even if decoding does not need them, which
+      costs one more pass over the vocabulary per token. Otherwise they are 0.
   """
 
   method: str
@@ -104,7 +109,7 @@ class Options:
       type(i) is int and i >= 0 for i in ids
     ):
       self._refuse('stop_ids', 'a tuple of tokens, such as (0, 10)')
-    # A config may hold a list, and what is compiled for is hashed.
+    # A config may hold a list, but options of compiled programs are hashed.
     object.__setattr__(self, 'stop_ids', tuple(ids))
 
   def _refuse(self, key: str, expected: str) -> None:
@@ -112,7 +117,7 @@ class Options:
 
   @property
   def num_continuations(self) -> int:
-    """N, the continuations of each prompt."""
+    """N, the number of continuations of each prompt."""
     return self.beam_size if self.method == 'beam' else self.num_samples
 
 
@@ -120,11 +125,12 @@ class Decoded(NamedTuple):
   """Continuations of prompts, the best first; see `Options.sort_samples`.
 
   Attributes:
-    ids: int32 [B, N, S]: the tokens, without the prompt, and 0 behind them.
-    lengths: int32 [B, N]: how many; the one that stopped it is among them.
-    scores: float32 [B, N]: the sum of the tokens' log probabilities in nats, by
-      the model (before temperature, top_k and top_p). Of 'beam', -inf (and
-      length 0) stands where there are fewer than N.
+    ids: int32 [B, N, S]: the tokens without the prompt, padded with 0.
+    lengths: int32 [B, N]: the number of tokens, including the one that ends
+      the continuation.
+    scores: float32 [B, N]: the sum of the tokens' log probabilities in nats,
+      before temperature, top_k and top_p. If 'beam' finds fewer than N
+      continuations, the others have score -inf and length 0.
   """
 
   ids: jax.Array
@@ -143,23 +149,23 @@ def decode(
   cache_axis: int,
   positions_axis: int | None = None,
 ) -> Decoded:
-  """Continues prompts; pure, to be jitted by the caller.
+  """Continues prompts; a pure function, which you jit.
 
-  Each row goes on at its own position and ends by itself; the loop ends with
-  the last of them.
+  Each row continues from its position and stops independently. The loop ends
+  when the last row has stopped.
 
   Args:
     step_fn: runs the model; see the module.
-    cache: for B rows. What it holds does not matter.
+    cache: a cache for B rows, with any content.
     prompts_BT: int32, padded on the right; T is at least 1.
-    lengths_B: int32, tokens of each prompt, at least 1.
-    options: how.
+    lengths_B: int32, the number of tokens of each prompt, at least 1.
+    options: how to decode.
     rng: a key, raw or typed; 'sample' needs one. The draws of a sample depend
-      on it, on the row's number, the sample's and the step's, and not on what
-      else is in the batch.
+      only on the key and on the numbers of the row, the sample and the step,
+      not on the rest of the batch.
     cache_axis: the axis of the rows in the cache's arrays.
-    positions_axis: the axis of the positions in all of the cache's arrays. With
-      it, a beam reorders only the positions behind the prompts.
+    positions_axis: the axis of the positions in all of the cache's arrays. If
+      given, a beam reorders only the positions after the prompts.
 
   Returns:
     The continuations.
@@ -167,14 +173,15 @@ def decode(
   batch, length = prompts_BT.shape
   if length < 1:
     raise ValueError(
-      f'prompts_BT has shape {prompts_BT.shape}; expected a token at least,'
-      ' such as one that begins a document.'
+      f'prompts_BT has shape {prompts_BT.shape}; expected at least one token'
+      ' per prompt, such as one that begins a document.'
     )
   if options.method == 'sample' and rng is None:
     raise ValueError("method is 'sample', but rng is None; expected a key.")
   if length > 1:
-    # The last token of each prompt is the loop's first: it comes again, with
-    # the same result, and no other position's logits are ever made.
+    # The loop starts with the last token of each prompt. If that token is among
+    # these as well, it is computed twice with the same result. This way, only
+    # logits that are needed are computed.
     _, cache = step_fn(cache, prompts_BT[:, :-1], jnp.zeros([batch], jnp.int32))
   start_B = lengths_B - 1
   token_B = jnp.take_along_axis(prompts_BT, start_B[:, None], axis=1)[:, 0]
@@ -206,15 +213,15 @@ def extend(
   options: Options,
   rng: jax.Array,
 ) -> tuple[Decoded, Any]:
-  """Continues rows by some tokens, and returns the cache for the next ones.
+  """Continues rows by some tokens, and returns the cache for the next call.
 
   Args:
     step_fn: runs the model; see the module.
     cache: the cache of all tokens before `token_B`.
     token_B: int32, the last token of each row.
-    start_B: int32, its position.
-    options: how: 'greedy' or 'sample', with one continuation of each row.
-    rng: a key, a new one each time.
+    start_B: int32, the positions of these tokens.
+    options: how to decode: 'greedy' or 'sample', with one continuation per row.
+    rng: a key, different in each call.
   """
 
   def next_logits(
@@ -233,7 +240,7 @@ def _sample(
   options: Options,
   rng: jax.Array | None,
 ) -> tuple[Decoded, Any]:
-  """Takes a token at a time, likeliest or drawn; returns the cache too."""
+  """Decodes by taking or drawing one token at a time; returns the cache too."""
   rows, steps = len(token_R), options.max_decode_steps
   draws = options.method == 'sample' and options.temperature > 0
   sorts = options.num_samples > 1 and options.sort_samples
@@ -307,15 +314,16 @@ def _sample(
 def choices(
   logits_V: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns what 'sample' draws from, at a temperature above 0.
+  """Returns the candidates of 'sample', at a temperature above 0.
 
   Args:
-    logits_V: float32, of all tokens.
-    options: how.
+    logits_V: float32, the logits of all tokens.
+    options: how to decode.
 
   Returns:
-    Logits [K], after the temperature, -inf where `top_p` leaves a token out;
-    and whose they are, int32 [K]. K is `top_k`, or V; of equals the first.
+    The candidates' logits [K], divided by the temperature, and -inf for tokens
+    that `top_p` excludes; and the candidates, int32 [K]. K is `top_k`, or V. Of
+    equally likely tokens, the first are taken.
   """
   size = len(logits_V)
   if not options.top_k and options.top_p == 1:
@@ -324,23 +332,23 @@ def choices(
   if options.top_p < 1:
     probs_K = jax.nn.softmax(logits_K)
     before_K = jnp.cumsum(probs_K) - probs_K
-    # The first stays: sums are not exact.
+    # Always keep the first, because sums are not exact.
     is_out_K = (before_K >= options.top_p).at[0].set(False)
     logits_K = jnp.where(is_out_K, -jnp.inf, logits_K)
   return logits_K / options.temperature, ids_K
 
 
 def _argmax(logits_RV: jax.Array) -> jax.Array:
-  """Returns the likeliest tokens [R], in less time than `jnp.argmax`."""
+  """Returns the likeliest tokens [R], faster than `jnp.argmax`."""
   size = logits_RV.shape[-1]
-  # Nothing is less than NaN, which is the maximum where there is one.
+  # If there is a NaN, it is the maximum, and nothing is less than NaN.
   is_less = logits_RV < logits_RV.max(axis=-1, keepdims=True)
   tokens_1V = jnp.arange(size, dtype=jnp.int32)[None]
   return jnp.where(is_less, size, tokens_1V).min(axis=-1)
 
 
 def _logprobs(some_RK: jax.Array, logits_RV: jax.Array) -> jax.Array:
-  """Returns what `jax.nn.log_softmax` makes of some of the logits."""
+  """Returns `jax.nn.log_softmax` of some of the logits."""
   top_R1 = logits_RV.max(axis=-1, keepdims=True)
   total_R1 = jnp.exp(logits_RV - top_R1).sum(axis=-1, keepdims=True)
   return some_RK - top_R1 - jnp.log(total_R1)
@@ -354,16 +362,17 @@ def _is_stop(tokens: jax.Array, options: Options) -> jax.Array:
 
 
 def length_norm(lengths: jax.Array, alpha: float) -> jax.Array:
-  """What 'beam' divides a score by: ((5 + length) / 5)^alpha.
+  """Returns the divisor of a score of 'beam': ((5 + length) / 5)^alpha.
 
-  Scores are sums, and favour the short. Wu et al. (2016), but for a constant.
+  Scores are sums, which favor short continuations. The formula is from Wu et
+  al. (2016), except for a constant factor.
 
   Args:
-    lengths: integers, any shape; tokens of a continuation, its stop included.
-    alpha: 0 changes nothing, 1 is nearly the mean a token.
+    lengths: integers of any shape: number of tokens, including the stop.
+    alpha: 0 changes nothing; with 1, scores are almost means per token.
 
   Returns:
-    float32, the same shape.
+    An array of float32 of the same shape.
   """
   return ((5 + lengths.astype(jnp.float32)) / 5) ** alpha
 
@@ -378,12 +387,12 @@ def _beam(
 ) -> Decoded:
   """Beam search, as in Praxis (Google, 2022).
 
-  Each step ends every live hypothesis with the likeliest of the stops: that is
-  a finished one. Then it looks at the N likeliest tokens behind each live
-  hypothesis, leaves out stops, and keeps the N best by score as the live ones
-  of the next step. Of the finished, the N best by score over `length_norm` are
-  kept. The search ends where no live hypothesis can become one of them. Without
-  stops, the live ones of the last step are the finished.
+  In each step, every live hypothesis with the likeliest stop appended becomes a
+  finished one. Then the N likeliest next tokens of each live hypothesis, except
+  stops, are scored, and the N best become the live hypotheses of the next step.
+  The N finished hypotheses with the best score / `length_norm` are kept. The
+  search ends when no live hypothesis can become one of them. Without stops, the
+  live hypotheses of the last step are the finished ones.
   """
   size, steps = options.beam_size, options.max_decode_steps
   batch = len(token_R) // size
@@ -395,7 +404,7 @@ def _beam(
   def pick(x: jax.Array, rows_N: jax.Array, axis: int = 0) -> jax.Array:
     return jnp.take(x, rows_N, axis=axis, mode='clip')
 
-  take = jax.vmap(pick)  # Of each prompt's [N, ..] those rows.
+  take = jax.vmap(pick)  # Picks rows of [N, ...] for each prompt.
 
   def reorder(x: jax.Array, rows_BN: jax.Array) -> jax.Array:
     def of_prompt(
@@ -403,14 +412,14 @@ def _beam(
     ) -> jax.Array:
       if positions_axis is None:
         return pick(x, rows_N, cache_axis)
-      # The rows of a prompt differ behind it only.
+      # The rows of a prompt differ only after it.
       new = jax.lax.dynamic_slice_in_dim(x, start, steps, positions_axis)
       return jax.lax.dynamic_update_slice_in_dim(
         x, pick(new, rows_N, cache_axis), start, positions_axis
       )
 
     shape = x.shape
-    # By prompt, so that where prompts are split over devices none is sent.
+    # Reorder within each prompt, so that no row moves to a different device.
     x = x.reshape(*shape[:cache_axis], batch, size, *shape[cache_axis + 1 :])
     return jax.vmap(of_prompt, in_axes=(cache_axis, 0, 0), out_axes=cache_axis)(
       x, rows_BN, start_B
@@ -418,7 +427,7 @@ def _beam(
 
   def is_running(state: Any) -> jax.Array:
     step, _, _, (_, live_scores), (_, lengths, scores) = state
-    # A score only falls; what it is divided by is at most that of the longest.
+    # A score can only fall, and its divisor is largest at the full length.
     hope_B = normalized(live_scores.max(axis=1), jnp.int32(steps))
     worst_B = normalized(scores, lengths).min(axis=1)
     return (step < steps) & (hope_B > worst_B).any()
@@ -444,7 +453,7 @@ def _beam(
     ids = take(live_ids, parents_BN).at[:, :, step].set(tokens_BN)
     if options.stop_ids:
       stops = jnp.array(options.stop_ids, jnp.int32)
-      # A stop that is no token of the model is never found.
+      # A stop outside of the vocabulary is never chosen.
       stop_BNS = logprobs(
         logits_RV.at[:, stops].get(mode='fill', fill_value=-jnp.inf)
       )
@@ -460,7 +469,7 @@ def _beam(
       finished,
       (ended, jnp.full_like(tokens_BN, step + 1), ended_scores),
     )
-    # Of equals the first: so what is not there has length 0.
+    # `top_k` takes the first of equals, so missing hypotheses keep length 0.
     _, kept_BN = jax.lax.top_k(normalized(pool[2], pool[1]), size)
     finished = jax.tree.map(lambda x: take(x, kept_BN), pool)
     cache = jax.tree.map(lambda x: reorder(x, parents_BN), cache)
@@ -475,7 +484,7 @@ def _beam(
       jnp.int32(0),
       cache,
       token_R,
-      # All alike: one of them counts.
+      # All hypotheses are equal at first, so only one of them counts.
       (empty_ids, none.at[:, 0].set(0)),
       (empty_ids, jnp.zeros([batch, size], jnp.int32), none),
     ),
@@ -486,21 +495,21 @@ def _beam(
 def pad_prompts(
   prompts: Sequence[Sequence[int] | np.ndarray], *, rows: int, max_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Makes a batch of prompts of different lengths, of one of few shapes.
+  """Pads prompts to a batch with one of few shapes.
 
   Args:
-    prompts: the tokens of each, at least one.
-    rows: B is a multiple of it, such as the devices that share a batch. Rows
-      that only fill up have one token, 0.
-    max_length: the most tokens of a prompt.
+    prompts: the tokens of each prompt, at least one.
+    rows: B is a multiple of this number, such as the number of devices that
+      share a batch. Additional rows have one token, 0.
+    max_length: largest number of tokens of a prompt.
 
   Returns:
-    Tokens int32 [B, T], 0 behind them, and their counts int32 [B]. T is a power
-    of two, or `max_length`.
+    Tokens int32 [B, T], padded with 0, and their numbers int32 [B]. T is a
+    power of two, or `max_length`.
 
   Raises:
-    errors.UsageError: a prompt is empty, or too long. It ends the run in
-      a line, without a traceback.
+    errors.UsageError: a prompt is empty or too long. The error ends a run with
+      one line instead of a traceback.
   """
   for i, prompt in enumerate(prompts):
     if not 1 <= len(prompt) <= max_length:
@@ -522,14 +531,14 @@ def pad_prompts(
 
 
 def longest_prompt(options: Options, max_length: int) -> int:
-  """Returns how many tokens a prompt may have.
+  """Returns the largest number of tokens that a prompt may have.
 
   Args:
-    options: how it is continued.
-    max_length: tokens that the model can see.
+    options: how to decode.
+    max_length: number of tokens that the model can see.
 
   Raises:
-    errors.UsageError: there is no room for any.
+    errors.UsageError: there is no room for a prompt.
   """
   longest = max_length - options.max_decode_steps
   if longest < 1:
@@ -552,26 +561,28 @@ def continue_texts(
   rows: int,
   encode: Callable[[Any], np.ndarray] | None = None,
 ) -> list[list[dict[str, Any]]]:
-  """Continues texts with texts: what an experiment's `decode` returns.
+  """Continues texts with texts, as an experiment's `decode` must.
 
   Args:
-    run: `(prompts_BT, lengths_B) -> Decoded`, as `decode` with these options.
-    prompts: at least one.
-    options: how.
-    tokenizer: of the model.
-    start_id: the token in front of each prompt; None is none.
-    max_length: tokens that the model can see, `max_decode_steps` among them.
+    run: `(prompts_BT, lengths_B) -> Decoded`, such as `decode` with these
+      options.
+    prompts: at least one prompt.
+    options: how to decode.
+    tokenizer: the tokenizer of the model.
+    start_id: the token before each prompt; None means that there is none.
+    max_length: number of tokens that the model can see, including the
+      `max_decode_steps` new ones.
     rows: see `pad_prompts`.
-    encode: returns the tokens of a prompt, which follow `start_id`; None means
-      `tokenizer.encode`.
+    encode: function that returns the tokens of a prompt, without `start_id`;
+      None means `tokenizer.encode`.
 
   Returns:
-    For each prompt its continuations, the best first: 'text', without the token
-    that stopped it, 'score' (see `Decoded`) and 'tokens', their number.
+    The continuations of each prompt, the best first. Each has 'text', without
+    the token that ended it, 'score' (see `Decoded`) and the number of 'tokens'.
 
   Raises:
-    errors.UsageError: a prompt is too long, or has no token; or there is no
-      room for any.
+    errors.UsageError: a prompt is too long or has no tokens, or there is no
+      room for a prompt.
   """
   longest = longest_prompt(options, max_length)
   start = np.array([] if start_id is None else [start_id], np.int32)
@@ -594,7 +605,7 @@ def continue_texts(
       for ids, length, score in zip(*row, strict=True)
       if length
     ]
-    # Behind the prompts there may be rows that fill up.
+    # Rows after the prompts only fill the batch.
     for tokens, *row in zip(encoded, *decoded, strict=False)
   ]
 
@@ -602,10 +613,10 @@ def continue_texts(
 def new_text(
   tokenizer: tokenization.Tokenizer, old: np.ndarray, new: np.ndarray
 ) -> str:
-  """Returns the text of new tokens behind old ones."""
-  # Together: alone, a tokenizer's first word may lose the space before it.
+  """Returns the text of new tokens that follow old ones."""
+  # Decode both together: a first word may lose the space before it.
   before = tokenizer.decode(old)
   whole = tokenizer.decode(np.concatenate([old, new]))
   if whole.startswith(before):
     return whole[len(before) :]
-  return tokenizer.decode(new)  # The new ones changed the end of the old.
+  return tokenizer.decode(new)  # The new tokens changed the old text's end.

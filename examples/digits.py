@@ -1,7 +1,7 @@
-"""Scikit-learn's handwritten digits, for the examples that train on images.
+"""Loads scikit-learn's handwritten digits, for examples that train on images.
 
-1797 images of 8x8 pixels, 10 classes, which come inside the scikit-learn
-package: the test part of UCI's 'Optical Recognition of Handwritten Digits'.
+The scikit-learn package contains 1797 images of 8x8 pixels in 10 classes: the
+test part of UCI's 'Optical Recognition of Handwritten Digits'.
 """
 
 import functools
@@ -11,11 +11,11 @@ import numpy as np
 
 @functools.cache
 def load() -> tuple[np.ndarray, np.ndarray]:
-  """Returns the images and their classes, in the data's order.
+  """Returns the images and their classes, in the order of the data set.
 
   Returns:
-    [1797, 8, 8, 1] float64, whole numbers from 0 (background) to 16 (ink); and
-    [1797] int32, from 0 to 9.
+    Images, float64 [1797, 8, 8, 1], with integer values from 0 (background) to
+    16 (ink); and classes, int32 [1797], from 0 to 9.
 
   Raises:
     ImportError: scikit-learn is not installed.
@@ -24,8 +24,8 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     from sklearn import datasets  # Takes seconds to import.
   except ImportError as e:
     raise ImportError(
-      'The digits come with scikit-learn, which is not installed. Install it:'
-      " pip install -e '.[image]' (or: pip install scikit-learn)."
+      'The digits come with scikit-learn, which is not installed. Run'
+      " pip install -e '.[image]' (or pip install scikit-learn)."
     ) from e
   digits = datasets.load_digits()
   return digits.images[..., None], digits.target.astype(np.int32)

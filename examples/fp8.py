@@ -5,14 +5,14 @@ backward pass to e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning",
 2022). Each is first divided by a scale that maps the largest magnitude of the
 previous steps to the largest number of the format, so no extra pass over the
 tensor is needed. The arithmetic is Flax's (`flax.linen.fp8_ops`), which XLA
-turns into FP8 products on GPUs that have them. Elsewhere XLA widens the rounded
-operands: the same numbers, slowly.
+turns into FP8 products on GPUs that have them. On other devices, XLA widens the
+rounded operands: the results are the same, but there is no speedup.
 
-A product keeps three scales and three histories of magnitudes, one pair each
-for input, weight and gradient. They are parameters, so that repeated layers
-stack and scan them like weights, but no optimizer may see them: their
-"gradient" is their next value. `split` and `merge` separate them from the
-weights.
+A product has three scales and three histories of magnitudes, one pair each for
+the input, the weight and the gradient. They are parameters, so repeated layers
+stack and scan them like weights. But an optimizer must not see them, because
+their "gradient" is their next value. `split` separates them from the weights,
+and `merge` puts them back.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 
 from jaxline import errors
 
-# Steps that an unusually large value is remembered: the default of Flax and of
-# NVIDIA's Transformer Engine.
+# For how many steps a large magnitude counts. Flax and NVIDIA's Transformer
+# Engine have the same default.
 HISTORY_LENGTH = 1024
 
 # Ada (8.9) is the first NVIDIA generation with FP8 matrix units; Hopper is 9.0.
@@ -40,14 +40,14 @@ _OPERANDS = {'lhs': 'input', 'rhs': 'weight', 'grad': 'grad'}
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-  """A scale or a history that a product keeps.
+class Fp8State:
+  """Describes a scale or a history of a product.
 
   Attributes:
-    key: what `product` calls it.
-    name: what a parameter of it is called, behind the product's own name.
-    shape: of it, float32.
-    first: its first value.
+    key: key in the argument `state` of `product`.
+    name: name of the parameter, without the product's name in front.
+    shape: shape of the parameter, which is float32.
+    first: initial value.
   """
 
   key: str
@@ -56,14 +56,14 @@ class Kept:
   first: float
 
 
-def kept(history_length: int = HISTORY_LENGTH) -> list[Kept]:
-  """Returns what a product keeps.
+def kept(history_length: int = HISTORY_LENGTH) -> list[Fp8State]:
+  """Returns descriptions of the scales and histories of a product.
 
   Args:
-    history_length: for how many steps a magnitude counts.
+    history_length: number of steps for which a magnitude counts.
   """
   return [
-    Kept(f'{operand}_{kind}', f'{label}_{kind}{_SUFFIX}', shape, first)
+    Fp8State(f'{operand}_{kind}', f'{label}_{kind}{_SUFFIX}', shape, first)
     for operand, label in _OPERANDS.items()
     for kind, shape, first in (
       ('scale', (), 1.0),
@@ -77,13 +77,13 @@ Tree = Mapping[str, Mapping[str, Any]]
 
 @functools.cache
 def _ops() -> types.ModuleType:
-  """Imports Flax's operators, which nothing else here needs."""
+  """Imports Flax's operators; the rest of this module does not need Flax."""
   try:
     from flax.linen import fp8_ops
   except ImportError as e:
     raise ImportError(
-      "FP8 products are Flax's, and flax.linen.fp8_ops cannot be imported."
-      " Install it with pip install -e '.[fp8]', or do without FP8."
+      'FP8 products use Flax, but flax.linen.fp8_ops cannot be imported.'
+      " Install it with pip install -e '.[fp8]', or do not use FP8."
     ) from e
   return fp8_ops
 
@@ -91,14 +91,14 @@ def _ops() -> types.ModuleType:
 def check_devices(devices: Iterable[Any]) -> None:
   """Refuses GPUs that have no FP8 matrix units.
 
-  CPUs and TPUs pass: XLA emulates what they do not have.
+  CPUs and TPUs pass, because XLA emulates FP8 on them.
 
   Args:
-    devices: those of the mesh.
+    devices: the devices of the mesh.
 
   Raises:
-    ValueError: a GPU's compute capability is below 8.9, or not of the form
-      'major.minor', as AMD's are.
+    ValueError: a GPU's compute capability is below 8.9, or does not have the
+      form 'major.minor', as on AMD's GPUs.
   """
   for device in devices:
     if device.platform != 'gpu':
@@ -114,11 +114,11 @@ def check_devices(devices: Iterable[Any]) -> None:
 
 
 def _dimension_numbers(spec: str) -> jax.lax.DotDimensionNumbers:
-  """Returns those of a product of an input with a weight.
+  """Returns the dimension numbers of a product of an input and a weight.
 
   Raises:
-    ValueError: the result's axes are not those of the input and then those of
-      the weight that are not summed over.
+    ValueError: the result's axes are not the axes of the input, followed by the
+      axes of the weight, without the axes that are summed over.
   """
   operands, _, result = spec.partition('->')
   x, _, w = operands.partition(',')
@@ -126,9 +126,9 @@ def _dimension_numbers(spec: str) -> jax.lax.DotDimensionNumbers:
   kept = [axis for axis in x + w if axis not in summed]
   if not summed or list(result) != kept or len(set(kept)) < len(kept):
     raise ValueError(
-      f'Got the FP8 product {spec!r}; expected two operands, axes to sum over'
-      ' that are in both, and a result with the other axes of the first and'
-      " then of the second, such as 'BLD,DHK->BLHK'."
+      f'Got the FP8 product {spec!r}; expected two operands that share the axes'
+      ' to sum over, and a result with the other axes of the first and then of'
+      " the second, such as 'BLD,DHK->BLHK'."
     )
   contract_x = tuple(x.index(axis) for axis in summed)
   contract_w = tuple(w.index(axis) for axis in summed)
@@ -138,13 +138,14 @@ def _dimension_numbers(spec: str) -> jax.lax.DotDimensionNumbers:
 def product(
   spec: str, x: jax.Array, w: jax.Array, state: Mapping[str, jax.Array]
 ) -> jax.Array:
-  """Returns `jnp.einsum(spec, x, w)` by an FP8 product; pure.
+  """Computes `jnp.einsum(spec, x, w)` as an FP8 product; a pure function.
 
   Args:
     spec: as for `jnp.einsum`; see `einsum`.
     x: the input, float32 or bfloat16.
     w: the weight; rounded to the type of `x` before it is scaled.
-    state: the values of `kept`, by their keys; see `einsum` for their gradient.
+    state: scales and histories by key, as `kept` describes them. See `einsum`
+      for their gradient.
   """
   return _ops().fp8_scaled_dot_general(
     x,
@@ -164,31 +165,32 @@ def einsum(
   *,
   history_length: int = HISTORY_LENGTH,
 ) -> jax.Array:
-  """Returns `jnp.einsum(spec, x, w)` by an FP8 product; a Haiku function.
+  """Computes `jnp.einsum(spec, x, w)` as an FP8 product; a Haiku function.
 
-  The scales that round `x` and `w` come from the steps before, those of the
-  first step are 1. The gradient with respect to scales and histories is their
-  value for the next step: to be stored, not to be followed.
+  The scales that round `x` and `w` come from the previous steps; in the first
+  step they are 1. The gradient with respect to scales and histories is their
+  value for the next step, so store it instead of following it.
 
-  That value cannot be added up, so a weight takes part in one product a step.
-  And `jax.checkpoint` may not keep the rounded operands themselves: JAX passes
-  what it keeps through `lax.reduce_precision`, for which e4m3 ends at 240, and
-  not at 448 as here. Results it may, as `transformer.remat_policy` keeps them.
+  There are two restrictions. Next values cannot be added up, so a weight may be
+  used in only one product per step. And `jax.checkpoint` must not keep the
+  rounded operands: JAX passes kept values through `lax.reduce_precision`, for
+  which e4m3 ends at 240 instead of 448. It may keep the results of products, as
+  `transformer.remat_policy` does.
 
   Args:
-    name: of the product in the current Haiku module.
-    spec: as for `jnp.einsum`; see the error.
+    name: name of the product in the current Haiku module.
+    spec: as for `jnp.einsum`, with the restrictions under Raises.
     x: the input, float32 or bfloat16.
     w: the weight; rounded to the type of `x` before it is scaled.
-    history_length: for how many steps a magnitude counts.
+    history_length: number of steps for which a magnitude counts.
 
   Returns:
     The product, in the type of `x`.
 
   Raises:
     ImportError: Flax is missing.
-    ValueError: the result's axes are not those of `x` and then those of `w`
-      that are not summed over.
+    ValueError: the result's axes are not the axes of `x`, followed by the axes
+      of `w`, without the axes that are summed over.
   """
   state = {
     of.key: hk.get_parameter(
@@ -203,18 +205,18 @@ def einsum(
 
 
 def is_state(name: str) -> bool:
-  """Whether a Haiku parameter of this name is a scale or a history."""
+  """Returns whether a Haiku parameter `name` is a scale or a history."""
   return name.endswith(_SUFFIX)
 
 
 def split(params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns what an optimizer may see of Haiku's parameters, and what not.
+  """Splits Haiku's parameters into weights and the state of FP8 products.
 
   Args:
-    params: Haiku's two-level dict, of anything.
+    params: Haiku's two-level dict, with leaves of any type.
 
   Returns:
-    The weights; and the scales and histories of FP8 products.
+    The weights, and the scales and histories.
   """
   state, weights = hk.data_structures.partition(
     lambda module, name, value: is_state(name), params
@@ -223,5 +225,5 @@ def split(params: Tree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def merge(weights: Tree, state: Tree) -> dict[str, Any]:
-  """Undoes `split`, for a model to be applied to the result."""
+  """Undoes `split`; apply the model to the result."""
   return dict(hk.data_structures.merge(weights, state))

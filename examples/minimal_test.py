@@ -2,6 +2,8 @@
 
 import math
 import pathlib
+import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +60,21 @@ def test_a_byte_is_predicted_from_the_eight_before_it():
   assert changed == list(range(4, 12))
 
 
-def test_the_readme_shows_its_methods():
-  source = (ROOT / 'examples' / 'minimal.py').read_text(encoding='utf-8')
+def test_the_readme_has_it_in_short(tmp_path):
+  """Without types, config keys and names of axes, it has the same losses."""
   readme = (ROOT / 'README.md').read_text(encoding='utf-8')
-  header = 'class Experiment(sharded.ShardedExperiment):'
-  assert header in source
-  begin = source.index('  def init_fn(')
-  end = source.index('\n\n  def read(')
-  assert f'```python\n{header}\n{source[begin:end]}\n```' in readme
+  pattern = r'```python\n(# examples/yours.py\n.+?)```'
+  (code,) = re.findall(pattern, readme, re.S)
+  (tmp_path / 'yours.py').write_text(code)
+  yours = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
+  configs = yours['get_config'](), minimal.get_config()
+  assert configs[0].experiment_class == 'yours:Experiment'
+  assert configs[0].training_steps == configs[1].training_steps
+  classes = yours['Experiment'], minimal.Experiment
+  overrides = {'training_steps': 3, 'log_train_data_interval': 1}
+  short, whole = (
+    jaxline.fit(cls, config, overrides | {'checkpoint_dir': str(tmp_path / x)})
+    for x, cls, config in zip('ab', classes, configs, strict=True)
+  )
+  for name in ('train/loss', 'eval/bits_per_byte'):
+    np.testing.assert_array_equal(short.history[name], whole.history[name])

@@ -1,22 +1,23 @@
-"""Mixtures of experts: the router, and the products of the experts.
+"""Mixtures of experts: the router and the products of the experts.
 
-Each token goes to K of E experts, which the router chooses, and gets their
-outputs, weighted by its gates (Shazeer et al., 2017). As `transformer.py`, this
-has no modules and no weights.
+The router sends each token to K of E experts. The token gets their outputs,
+weighted by its gates (Shazeer et al., 2017). Like `transformer.py`, this module
+creates no weights.
 
-Rows of tokens are put into slots, of which each belongs to an expert; the
-experts' products run over the slots; and each token picks up its slots again.
-There are two ways to lay out the slots:
+Tokens are copied to slots, each of which belongs to an expert. The experts'
+products run over the slots, and each token collects the results of its slots.
+There are two layouts of the slots:
 
-* Without a capacity no token is dropped. Slots are sorted by expert, and a
-  grouped product multiplies each with its expert's matrix: `lax.ragged_dot`
-  where it is fast, on the CPU blocks of one expert each.
-* With a capacity each expert has the same number of slots in each row, and
-  drops what comes later in the row (Lepikhin et al., "GShard", 2020). The
-  products are dense ones.
+* Without a capacity, no token is dropped. The slots are sorted by expert, and a
+  grouped product multiplies each slot by its expert's matrix. It is
+  `lax.ragged_dot`, or on CPU, where that is slow, a loop over blocks of slots
+  of one expert.
+* With a capacity, each expert has the same number of slots in each row, and
+  drops the tokens that come later in the row (Lepikhin et al., "GShard", 2020).
+  The products are dense.
 
-Devices that share the experts get each other's rows (an all-gather, and a
-reduce-scatter of the sums), or with a capacity each other's slots (two
+If the experts are split over devices, these devices exchange rows (by an
+all-gather, and a reduce-scatter of the sums) or, with a capacity, slots (by two
 all-to-alls).
 
 Shapes: B batch, L length, D embed, E experts, K experts of a token, S parts
@@ -41,21 +42,21 @@ GATES = ('softmax', 'sigmoid')
 IN_AXES = ('experts', 'embed', None, 'mlp')
 OUT_AXES = ('experts', 'mlp', 'embed')
 
-# Slots of a block on the CPU: at most. A block is a loop's round there.
+# Largest number of slots of a block on the CPU, where a loop runs over blocks.
 _MAX_BLOCK = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-  """How tokens are routed.
+  """How to route tokens.
 
   Attributes:
     per_token: K.
-    gate: 'softmax' or 'sigmoid' of the router's logits.
-    normalize: whether the gates of a token are divided by their sum.
-    scale: a factor of the gates.
-    capacity: an expert has this times as many slots in a row as it gets tokens
-      if all experts get equally many. With 0 it has as many as it needs.
+    gate: function of the router's logits: 'softmax' or 'sigmoid'.
+    normalize: whether to divide the gates of a token by their sum.
+    scale: factor of the gates.
+    capacity: number of slots of an expert in a row, as a multiple of the number
+      of tokens that it gets if tokens are spread evenly. 0 means no limit.
   """
 
   per_token: int
@@ -65,23 +66,22 @@ class Options:
   capacity: float = 0.0
 
   def slots(self, length: int, experts: int) -> int:
-    """Returns the slots of an expert in a row of so many tokens."""
+    """Returns the number of slots of an expert in a row of `length` tokens."""
     slots = self.capacity * length * self.per_token / experts
     # 1.1 * 100 / 2 is a little more than 55.
     return min(length, max(math.ceil(round(slots, 6)), 1))
 
 
 class Stats(NamedTuple):
-  """What a layer's router did with the tokens of the batch; float32.
+  """Statistics of a layer's router over a batch, in float32.
 
   Attributes:
-    counts_E: tokens that chose an expert, dropped ones too.
-    dropped: the part of the choices that found no slot.
-    entropy: the mean entropy of the router's distribution, in nats.
-    balance: E times the sum over experts of the part of the choices that it got
-      and its mean probability: 1 where all are equal (Fedus et al., 2021).
-    z: the mean square of the logarithm of the sum of the exponentials of the
-      logits (Zoph et al., 2022).
+    counts_E: number of tokens that chose each expert, including dropped ones.
+    dropped: fraction of the choices that found no slot.
+    entropy: mean entropy of the router's distribution, in nats.
+    balance: E times the sum, over experts, of the fraction of choices times the
+      mean probability; 1 if all experts are equal (Fedus et al., 2021).
+    z: mean square of the logits' log-sum-exp (Zoph et al., 2022).
   """
 
   counts_E: jax.Array
@@ -98,28 +98,28 @@ def route(
   bias_E: jax.Array | None = None,
   mask_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Stats]:
-  """Chooses the experts of each token; in float32.
+  """Chooses the experts of each token. The computation is in float32.
 
   Args:
-    x_BLD: normalised input.
+    x_BLD: normalized input.
     router_DE: the router's matrix.
-    options: how.
-    bias_E: is added to the scores for the choice, and not in the gates
+    options: how to route.
+    bias_E: added to the scores for the choice, but not for the gates
       (DeepSeek-AI, 2024); see `moved_bias`.
-    mask_BL: false for padding, which the statistics leave out. It must come
-      last in a row. None means that there is none.
+    mask_BL: False for padding, which the statistics leave out. Padding must
+      come last in a row. None means that there is no padding.
 
   Returns:
-    The experts [B, L, K], the likeliest first; equal ones are in the order of
-    their numbers. Their gates [B, L, K]. And statistics. The gates, `balance`
-    and `z` have gradients.
+    The experts [B, L, K], the likeliest first and equal ones in the order of
+    their numbers; their gates [B, L, K]; and statistics. Gradients flow through
+    the gates, `balance` and `z`.
   """
   num = router_DE.shape[1]
   logits_BLE = jnp.einsum(
     'BLD,DE->BLE',
     x_BLD.astype(jnp.float32),
     router_DE.astype(jnp.float32),
-    precision='highest',  # TPUs round what they multiply.
+    precision='highest',  # TPUs round the operands by default.
   )
   if options.gate == 'softmax':
     scores_BLE = probs_BLE = jax.nn.softmax(logits_BLE)
@@ -131,7 +131,7 @@ def route(
     by_BLE += jax.lax.stop_gradient(bias_E)[None, None]
   _, ids_BLK = jax.lax.top_k(by_BLE, options.per_token)
   chosen_BLKE = jax.nn.one_hot(ids_BLK, num)
-  # The gradient of a gather would be a scatter, and TPUs would round a product.
+  # Use a masked sum: a gather's gradient is a scatter, and TPUs round products.
   gates_BLK = jnp.sum(scores_BLE[:, :, None] * chosen_BLKE, axis=-1)
   if options.normalize:
     gates_BLK /= gates_BLK.sum(-1, keepdims=True) + 1e-20
@@ -162,8 +162,8 @@ def route(
 def moved_bias(bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
   """Returns the next bias of routers, [..., E].
 
-  It rises by `rate` for experts that got less than the mean of the tokens, and
-  falls for those that got more (DeepSeek-AI, 2024).
+  The bias rises by `rate` for experts that got fewer tokens than the mean, and
+  falls by `rate` for experts that got more (DeepSeek-AI, 2024).
   """
   return bias + rate * jnp.sign(counts.mean(-1, keepdims=True) - counts)
 
@@ -180,13 +180,13 @@ def mix(
   """Returns the experts' outputs, weighted by the gates.
 
   Args:
-    x_BLD: normalised input.
-    ids_BLK: the experts that `route` returns.
-    gates_BLK: the gates that it returns.
+    x_BLD: normalized input.
+    ids_BLK: the experts, from `route`.
+    gates_BLK: the gates, from `route`.
     in_EDSF: the experts' first matrices, float32.
-    out_EFD: their second ones.
-    activation: between them, one of `transformer.ACTIVATIONS`.
-    options: how.
+    out_EFD: the experts' second matrices, float32.
+    activation: the activation in between, one of `transformer.ACTIVATIONS`.
+    options: how tokens were routed.
 
   Returns:
     [B, L, D], in the type of `x_BLD`.
@@ -199,13 +199,13 @@ def mix(
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
-  # Only devices with the same rows may add up their results. The config's rules
-  # may split rows and matrices over the same axis.
+  # Devices may only add up their results if they have the same rows. The
+  # config's rules may split rows and matrices over the same axis.
   if not set(experts) <= set(rows) and set(experts) & set(rows):
     experts = ()
   mlp = tuple(axis for axis in mlp if axis not in rows)
-  # Where the residual stream or the sequence is split as the hidden width is,
-  # no device need have the whole sum.
+  # If the residual stream or the sequence is split like the hidden width, no
+  # device needs the whole sum, so scatter it.
   between = _split(partitioner, transformer.BETWEEN_BLOCKS, x_BLD.shape)
   out = [rows, (), ()]
   scattered = next((i for i in (1, 2) if mlp and between[i] == mlp), None)
@@ -219,14 +219,14 @@ def mix(
       jax.P(experts, mlp, None),
     ),
     out_specs=jax.P(*out),
-    check_vma=False,  # `_block_product` does not declare what varies.
+    check_vma=False,  # `_block_product` does not declare varying axes.
   )(*args)
 
 
 def _split(
   partitioner: partitioning.Partitioner, *of: Any
 ) -> list[tuple[str, ...]]:
-  """Returns the mesh axes that each dimension is really split over."""
+  """Returns the mesh axes that split each dimension; axes of size 1 do not."""
   sizes = partitioner.axis_sizes
   entries = [
     (x,) if isinstance(x, str) else x or () for x in partitioner.spec(*of)
@@ -235,13 +235,13 @@ def _split(
 
 
 class _Split(NamedTuple):
-  """The mesh axes that the arrays of `mix` are split over, or ().
+  """The mesh axes over which the arrays of `mix` are split, or ().
 
   Attributes:
-    rows: they split the batch.
-    experts: they split the matrices by expert.
-    mlp: they split the hidden width.
-    scattered: the dimension of the result that is split as `mlp`, if any.
+    rows: axes that split the batch.
+    experts: axes that split the matrices by expert.
+    mlp: axes that split the hidden width.
+    scattered: the dimension of the result that is split like `mlp`, if any.
   """
 
   rows: tuple[str, ...]
@@ -260,14 +260,14 @@ def _mix_of_device(
   in_EDSF: jax.Array,
   out_EFD: jax.Array,
 ) -> jax.Array:
-  """Does `mix` for the rows of a device, or for its experts."""
+  """Computes `mix` on one device, for its rows and its experts."""
   axes = split.experts
   parts = jax.lax.axis_size(axes) if axes else 1
   here = in_EDSF.shape[0]
-  # The devices that share the experts may have the same rows.
+  # The devices over which the experts are split may have the same rows.
   has_own_rows = parts > 1 and set(axes) <= set(split.rows)
-  # A gather would move less between few parts. But then each part handles all
-  # rows, and memory bounds the step (docs/reference/scale.md).
+  # A gather would move less data between few parts. But then each part handles
+  # all rows, and memory bounds the step (docs/reference/scale.md).
   sends = has_own_rows and options.capacity > 0
   gathers = has_own_rows and not sends
   if gathers:
@@ -278,10 +278,10 @@ def _mix_of_device(
   experts = here
   if sends:
     experts = here * parts
-  elif parts > 1:  # What goes to the experts of others gets no slot.
+  elif parts > 1:  # Choices of other devices' experts get no slot.
     ids_BLK -= jax.lax.axis_index(axes) * here
     ids_BLK = jnp.where((ids_BLK >= 0) & (ids_BLK < here), ids_BLK, here)
-  # The choices that these experts get, if all get the same.
+  # The number of choices for these experts if they are spread evenly.
   used = ids_BLK.size // (1 if sends else parts)
   if options.capacity:
     room = options.slots(ids_BLK.shape[1], here * parts)
@@ -330,11 +330,11 @@ def _exchange(
 
 
 class _Slots(NamedTuple):
-  """Where choices go. A choice is a token with one of its experts.
+  """The slots of choices. A choice is a token with one of its experts.
 
   Attributes:
-    slot_TK: the slot of each choice; R if it has none.
-    choice_R: the choice of each slot, t K + k; T K if it has none.
+    slot_TK: the slot of each choice; R means no slot.
+    choice_R: the choice in each slot, t K + k; T K means a free slot.
   """
 
   slot_TK: jax.Array
@@ -346,10 +346,10 @@ _Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _ranks(group_A: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the number of each choice in its group, and the groups' sizes.
+  """Returns the rank of each choice in its group, and the groups' sizes.
 
   Args:
-    group_A: the group of each choice; a choice of group `groups` is left out.
+    group_A: the group of each choice; `groups` means that it is left out.
     groups: the number of groups.
   """
   order_A = jnp.argsort(group_A, stable=True)
@@ -391,12 +391,12 @@ def _slots_of_rows(
 def _sorted_slots(
   ids_BLK: jax.Array, experts: int, used: int
 ) -> tuple[_Slots, _Product]:
-  """Returns slots in the order of their experts, as many as choices need."""
+  """Returns slots sorted by expert, with room for all choices."""
   choices, per_token = ids_BLK.size, ids_BLK.shape[2]
   group_A = ids_BLK.ravel()
   ranks_A, sizes_E = _ranks(group_A, experts)
   if transformer.platform() == 'cpu':
-    # A block has slots of one expert. Small blocks have fewer spare slots.
+    # The slots of a block have one expert. Small blocks leave fewer slots free.
     block = max(1, choices // experts // 4)
     block = min(2 ** (block.bit_length() - 1), _MAX_BLOCK)
     blocks = min(choices, choices // block + experts)
@@ -428,8 +428,8 @@ def _sorted_slots(
 def _block_product(
   share: tuple[int, int], x_NRC: jax.Array, w_ECF: jax.Array, expert_N: Any
 ) -> jax.Array:
-  """Multiplies each block with its expert's matrix, in a loop."""
-  # XLA's CPU compiler makes of `ragged_dot` E products of all rows.
+  """Multiplies each block by its expert's matrix, in a loop."""
+  # XLA's CPU compiler turns `ragged_dot` into E products of all rows.
   with counting.partly_used(*share):
     return jax.lax.map(lambda of: of[0] @ w_ECF[of[1]], (x_NRC, expert_N))
 
@@ -448,7 +448,7 @@ def _block_product_backward(
 
   def add(grad_ECF: jax.Array, of: Any) -> tuple[jax.Array, jax.Array]:
     x_RC, grad_RF, expert = of
-    # JAX's own rule would add a whole array of all experts in each round.
+    # JAX's own rule would add an array for all experts in each iteration.
     grad_CF = transformer.einsum('RC,RF->CF', x_RC, grad_RF)
     return grad_ECF.at[expert].add(grad_CF), grad_RF @ w_ECF[expert].T
 
@@ -462,24 +462,24 @@ def _block_product_backward(
 _block_product.defvjp(_block_product_forward, _block_product_backward)
 
 
-# Either is the other's gradient, and both gather: the gradients that JAX makes
-# would scatter.
+# Each of the two functions below is the gradient of the other, and both gather.
+# The gradients that JAX derives would scatter.
 
 
 def _gather(x: jax.Array, at: jax.Array) -> jax.Array:
-  """Returns rows of `x`; 0 past its end."""
+  """Returns rows of `x`, and zeros for indices past its end."""
   return jnp.take(x, at, axis=0, mode='fill', fill_value=0)
 
 
 @jax.custom_vjp
 def _to_slots(x_TD: jax.Array, slots: _Slots) -> jax.Array:
-  """Returns the token of each slot, [R, D]; 0 in a slot that is free."""
+  """Returns the token in each slot, [R, D]; 0 in a free slot."""
   return _gather(x_TD, slots.choice_R // slots.slot_TK.shape[1])
 
 
 @jax.custom_vjp
 def _from_slots(y_RD: jax.Array, slots: _Slots) -> jax.Array:
-  """Returns the row in the slot of each choice, [T, K, D]; 0 without one."""
+  """Returns the row in the slot of each choice, [T, K, D]; 0 without a slot."""
   return _gather(y_RD, slots.slot_TK)
 
 

@@ -1,7 +1,8 @@
-"""The mathematics of transformers: arrays in, arrays out.
+"""Pure functions that transformers are built from.
 
-It has no modules and no weights: `examples/lm` and `examples/pax` create their
-weights, each in its own way, and call these functions.
+They compute products, normalization, positions, attention and the loss, and run
+layers as a pipeline. They create no weights: `examples/lm` and `examples/pax`
+each create their own weights and call these functions.
 
 Shapes: B batch, L length (queries), M keys, D embed, F mlp, H heads, G heads of
 keys and values (each for H / G heads of queries), K head dim, V vocab, S parts
@@ -23,27 +24,27 @@ from jaxline.parallel import pipeline
 
 # Documents of the queries [B, L] and of the keys [B, M]; see `attend`.
 Segments = tuple[jax.Array, jax.Array] | None
-# Drops some of an array [B, ...], and makes up for it; None drops nothing.
+# Drops entries of an array [B, ...] and scales up the rest; None drops nothing.
 Dropout = Callable[[jax.Array], jax.Array] | None
-# The output layer: the table [V, D], and a bias [V].
+# The output layer: the table [V, D] and a bias [V].
 Head = tuple[jax.Array, jax.Array | None]
 
-# Logical axes of activations: of what goes from one layer to the next, [B, L,
-# D]; and within a layer of queries, keys and values, [B, L, H, K], and of what
-# is between a feed-forward part's products, [B, L, F].
+# Logical axes of activations: between layers, [B, L, D]; of queries, keys and
+# values, [B, L, H, K]; between the two products of a feed-forward part,
+# [B, L, F].
 BETWEEN_BLOCKS = ('batch', 'length', 'activation_embed')
 HEADS = ('batch', None, 'heads', 'kv')
 HIDDEN = ('batch', None, 'mlp')
 
 ATTENTIONS = ('einsum', 'flash')
-# Tokens of a block of flash attention: at most, and what the length of a
-# sequence is padded to a multiple of. The first is what MaxText uses on TPUs;
-# the second is the width of a TPU's vectors.
+# Block sizes of flash attention, in tokens. No block is longer than the first,
+# which is MaxText's block size on TPUs. Sequences are padded to a multiple of
+# the second, the width of a TPU's vectors.
 _MAX_BLOCK = 512
 _MIN_BLOCK = 128
 
-# By name: a function, and of how many parts S what goes in is. Of two, the
-# first goes through the function and gates the second.
+# The function and the number of input parts S of each activation. With two
+# parts, the function is applied to the first, which then gates the second.
 _ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
   'gelu': (jax.nn.gelu, 1),
   'swiglu': (jax.nn.silu, 2),
@@ -51,8 +52,8 @@ _ACTIVATIONS: dict[str, tuple[Callable[[jax.Array], jax.Array], int]] = {
 }
 ACTIVATIONS = tuple(_ACTIVATIONS)
 
-# What products with weights are called for the policies. By name, because a
-# pipeline's `vmap` hides which products are with weights.
+# The checkpoint name of products with weights. The policies select them by
+# name, because a pipeline's `vmap` hides which products have a weight.
 DOT = 'dot'
 _REMAT_POLICIES = {
   'nothing': None,
@@ -67,7 +68,7 @@ _REMAT_POLICIES = {
 }
 REMATS = tuple(_REMAT_POLICIES)
 
-# Up to so many numbers an initial value is drawn flat.
+# Initial values of at most this many numbers are drawn as flat arrays.
 _MAX_FLAT = 2**22
 
 
@@ -75,7 +76,7 @@ _MAX_FLAT = 2**22
 
 
 def einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """A product that is accumulated and returned in float32."""
+  """Computes `jnp.einsum`, accumulating and returning float32."""
   if a.dtype == jnp.float32:
     return jnp.einsum(spec, a, b)
   return _low_precision_einsum(spec, a, b)
@@ -91,8 +92,8 @@ def _low_precision_forward(spec: str, a: jax.Array, b: jax.Array) -> Any:
 
 
 def _low_precision_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
-  # JAX's own rule would multiply the float32 gradient with a low-precision
-  # operand, which hardware only does by widening both.
+  # JAX's own rule would multiply the float32 gradient by a low-precision
+  # operand. Hardware can do that only by widening both.
   _, vjp = jax.vjp(functools.partial(jnp.einsum, spec), *operands)
   return vjp(grad.astype(operands[0].dtype))
 
@@ -101,20 +102,20 @@ _low_precision_einsum.defvjp(_low_precision_forward, _low_precision_backward)
 
 
 def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-  """The product of an activation with a float32 weight, in the type of `x`.
+  """Multiplies an activation by a float32 weight, in the type of `x`.
 
-  It has the name that `remat_policy` may keep.
+  The product is named, so that `remat_policy` can keep it.
   """
   if spec == 'BLD,DF->BLF':
-    # As one of several matrices side by side: so the TPU compiler gathers less
-    # over `mdl`, and reads less memory.
+    # Treat the weight as a fused one with a single part. The TPU compiler then
+    # gathers less over `mdl` and reads less memory.
     return dot('BLD,DSF->BLSF', x, w[:, None])[:, :, 0]
   return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), DOT)
 
 
 def parts(out_BLS: jax.Array) -> list[jax.Array]:
-  """Returns what is side by side in a product [B, L, S, ...], S arrays."""
-  # The gradient of an index would be padded with zeros, and added.
+  """Splits a fused product [B, L, S, ...] into its S parts."""
+  # Do not index: each gradient would be padded with zeros, and all be added.
   return list(jnp.unstack(out_BLS, axis=2))
 
 
@@ -124,35 +125,36 @@ def draw(
   shape: tuple[int, ...],
   dtype: Any,
 ) -> jax.Array:
-  """Returns `make(key, shape, dtype)`, an initial value, compiled faster.
+  """Returns the initial value `make(key, shape, dtype)`, but compiles faster.
 
   Args:
-    make: one of `jax.nn.initializers`, or of `jax.random`, in which an entry
-      depends on its place in the flat array, and not on the shape.
+    make: an initializer of `jax.nn.initializers` or a sampler of `jax.random`.
+      An entry must depend only on its place in the flattened array, not on the
+      shape.
     key: the random key.
-    shape: of the value.
-    dtype: of the value.
+    shape: the shape of the value.
+    dtype: the type of the value.
   """
-  # Each new shape costs XLA's CPU compiler seconds. A large value keeps its
-  # own: it may be split.
+  # Each new shape costs XLA's CPU compiler seconds. Large values keep their
+  # shape, because they may be sharded.
   drawn = (size,) if (size := math.prod(shape)) <= _MAX_FLAT else shape
   return make(key, drawn, dtype).reshape(shape)
 
 
 def remat_policy(name: str) -> Any:
-  """Returns what the backward pass may keep of a layer.
+  """Returns the policy that selects what a layer keeps for its backward pass.
 
   Args:
-    name: one of `REMATS`: what is computed again. 'nothing', 'dots' (all but
-      products with weights), 'full' (each whole layer), or 'offload' (as
-      'dots', but the products wait in the host's memory).
+    name: what the backward pass recomputes, one of `REMATS`: 'nothing', 'dots'
+      (everything except products with weights), 'full' (each whole layer), or
+      'offload' (as 'dots', but the products are kept in host memory).
 
   Returns:
-    One of `jax.checkpoint_policies`; None for 'nothing', which is to do without
-    `jax.checkpoint`: there None would mean 'full'.
+    One of `jax.checkpoint_policies`, or None for 'nothing'. With None, do not
+    call `jax.checkpoint`: it would treat None as 'full'.
 
   Raises:
-    ValueError: the name is none of these, or the devices have no memory for it.
+    ValueError: the name is unknown, or the devices cannot offload to the host.
   """
   if name not in _REMAT_POLICIES:
     raise ValueError(f'remat must be one of {REMATS}; got {name!r}.')
@@ -163,7 +165,7 @@ def remat_policy(name: str) -> Any:
     if 'pinned_host' not in kinds:
       works = [choice for choice in REMATS if choice != name]
       raise ValueError(
-        "remat='offload' keeps products in memory of kind 'pinned_host'; this"
+        "remat='offload' needs memory of kind 'pinned_host'; this"
         f' {device.platform} device ({device.device_kind}) has {kinds}. Choose'
         f' one of {works}.'
       )
@@ -174,17 +176,17 @@ def remat_policy(name: str) -> Any:
 
 
 def cap(x: jax.Array, limit: float) -> jax.Array:
-  """Keeps `x` within the limit, smoothly (Gemma Team, 2024); 0 is none."""
+  """Limits `x` smoothly to +-limit (Gemma Team, 2024); 0 means no limit."""
   return limit * jnp.tanh(x / limit) if limit else x
 
 
-_cap = cap  # For where a parameter has the name.
+_cap = cap  # For functions with a parameter `cap`.
 
 
 def query_scale(raw_K: jax.Array) -> jax.Array:
   """Returns a factor for each dimension of a head's queries, as in Praxis.
 
-  A softplus keeps it positive; it is 1 where `raw_K` is 0.
+  The factor is a softplus, so it is positive. It is 1 where `raw_K` is 0.
   """
   return jax.nn.softplus(raw_K) / math.log(2)
 
@@ -197,20 +199,20 @@ def normalize(
   epsilon: float,
   centered: bool,
 ) -> jax.Array:
-  """Normalises the last axis.
+  """Normalizes the last axis.
 
-  By the root mean square (Zhang and Sennrich, 2019), or as layer normalisation
-  (Ba et al., 2016).
+  This is RMS normalization (Zhang and Sennrich, 2019) or, with `centered`,
+  layer normalization (Ba et al., 2016).
 
   Args:
     x: [..., D].
-    scale: factors [D]. Who stores them less 1 adds it.
-    bias: [D], is added; None is none.
-    epsilon: is added to the mean square.
-    centered: whether the mean is taken off first: layer normalisation.
+    scale: factors [D]. A caller that stores them less 1 adds the 1 itself.
+    bias: [D], added to the result; None adds nothing.
+    epsilon: added to the mean square.
+    centered: whether to subtract the mean first.
 
   Returns:
-    As `x`, computed in float32.
+    An array like `x`. The computation is in float32.
   """
   leading = range(x.ndim - 1)
   y = x.astype(jnp.float32)
@@ -224,7 +226,7 @@ def normalize(
 
 
 def num_parts(name: str) -> int:
-  """Returns S, how many parts an activation takes.
+  """Returns S, the number of parts that an activation takes.
 
   Args:
     name: one of `ACTIVATIONS`.
@@ -233,13 +235,16 @@ def num_parts(name: str) -> int:
 
 
 def activate(name: str, hidden_BLSF: jax.Array) -> jax.Array:
-  """Returns [B, L, F]: what is between a feed-forward part's two products.
+  """Applies the activation between a feed-forward part's two products.
 
   Args:
-    name: one of `ACTIVATIONS`: 'gelu' (as tanh; Hendrycks and Gimpel, 2016),
-      or 'swiglu' and 'geglu' (SiLU or GELU gates the second part; Shazeer,
-      2020).
-    hidden_BLSF: S is `num_parts(name)`.
+    name: one of `ACTIVATIONS`: 'gelu' (in its tanh form; Hendrycks and Gimpel,
+      2016), or 'swiglu' and 'geglu' (SiLU or GELU of the first part gates the
+      second; Shazeer, 2020).
+    hidden_BLSF: the first product; S is `num_parts(name)`.
+
+  Returns:
+    [B, L, F].
   """
   function, num = _ACTIVATIONS[name]
   hidden = parts(hidden_BLSF)
@@ -254,15 +259,15 @@ def drop(
   rows_B: jax.Array,
   place: int | jax.Array,
 ) -> jax.Array:
-  """Drops out entries, and makes up for it by the size of the others.
+  """Drops out entries and scales up the remaining ones.
 
   Args:
     x: [B, ...].
     key: the random key of this step; None drops nothing.
-    rate: the part of the entries that is dropped, below 1.
-    rows_B: each row's number in the batch. Its entries depend on that, so that
-      it does not matter in which microbatch it is.
-    place: where in the model; each has its own.
+    rate: the fraction of entries to drop, below 1.
+    rows_B: each row's number in the batch. It selects the entries to drop, so
+      a row loses the same entries in whichever microbatch it is.
+    place: the number of this dropout in the model, different for each.
   """
   if key is None:
     return x
@@ -280,7 +285,7 @@ def drop(
 
 
 def positions_from(start: int | jax.Array, length: int) -> jax.Array:
-  """Returns `length` positions: [L], or [B, L] if `start` is [B]."""
+  """Returns `length` consecutive positions: [L], or [B, L] for `start` [B]."""
   if jnp.ndim(start):
     return start[:, None] + jnp.arange(length)[None]
   return start + jnp.arange(length)
@@ -289,14 +294,14 @@ def positions_from(start: int | jax.Array, length: int) -> jax.Array:
 def sinusoidal_positions(
   positions_BL: jax.Array, dim: int, max_timescale: float = 10_000
 ) -> jax.Array:
-  """Returns sines and then cosines [B, L, D] (Vaswani et al., 2017).
+  """Returns all sines and then all cosines, [B, L, D] (Vaswani et al., 2017).
 
-  In this order as in Tensor2Tensor and Praxis.
+  Tensor2Tensor and Praxis use the same order.
 
   Args:
-    positions_BL: numbers.
+    positions_BL: the positions.
     dim: D, even.
-    max_timescale: the longest period, over 2 pi; the shortest is 1.
+    max_timescale: the longest period, divided by 2 pi; the shortest is 1.
   """
   steps = jnp.arange(dim // 2, dtype=jnp.float32) / max(dim // 2 - 1, 1)
   frequencies = (1 / max_timescale) ** steps
@@ -315,10 +320,11 @@ def rotary_angles(
   Args:
     positions: integers, [L] or [B, L].
     head_dim: K, even.
-    base: the longest period, over 2 pi, is nearly this.
-    scaling: (factor,) makes all periods longer by the factor; (factor, low,
-      high, length), as in Llama 3.1, only those of which fewer than `low` fit
-      into `length`, partly those up to `high`. () changes none.
+    base: nearly the longest period, divided by 2 pi.
+    scaling: () changes no period. (factor,) multiplies all periods by the
+      factor. (factor, low, high, length), as in Llama 3.1, does so for periods
+      that fit into `length` fewer than `low` times, and in part for those that
+      fit up to `high` times.
 
   Returns:
     [L, K/2] or [B, L, K/2].
@@ -326,7 +332,7 @@ def rotary_angles(
   frequency_K = base ** (-jnp.arange(0, head_dim, 2, jnp.float32) / head_dim)
   if scaling:
     factor, *bounds = scaling
-    kept_K = 0.0  # The part of a frequency that is not divided.
+    kept_K = 0.0  # The share of a frequency that is not divided.
     if bounds:
       low, high, length = bounds
       periods_K = length * frequency_K / (2 * math.pi)
@@ -340,15 +346,15 @@ def rotary_angles(
 def rotate(
   x_BLHK: jax.Array, angles: jax.Array | tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-  """Turns each pair (x[k], x[k + K/2]) of a head by its position's angles.
+  """Rotates each pair (x[k], x[k + K/2]) of a head by its position's angles.
 
   Args:
     x_BLHK: queries or keys.
-    angles: as `rotary_angles` returns them, for all rows or for each; or their
-      cosines and their sines.
+    angles: the result of `rotary_angles`, for all rows or for each; or a pair
+      of its cosines and its sines.
 
   Returns:
-    As `x_BLHK`, computed in float32.
+    An array like `x_BLHK`. The computation is in float32.
   """
   if not isinstance(angles, tuple):
     angles = jnp.cos(angles), jnp.sin(angles)
@@ -376,26 +382,26 @@ def attend(
   dropout: Dropout = None,
   by_head: bool = False,
 ) -> jax.Array:
-  """Attention of L queries over M keys (Vaswani et al., 2017).
+  """Attends from L queries to M keys (Vaswani et al., 2017).
 
-  Head h of the queries attends with head h G // H of the keys and values
+  Head h of the queries attends to head h G // H of the keys and values
   (Ainslie et al., 2023).
 
   Args:
     q_BLHK: queries; query l is at position `offset + l`.
     k_BMGK: keys, at positions 0 to M - 1; G divides H.
     v_BMGK: values.
-    offset: position of the first query, of all rows or [B] of each.
-    segments: which document each query [B, L] and each key [B, M] is of; none
-      sees another one. None is one document a row.
-    cap: c tanh(score / c) takes the place of the scores; 0 leaves them.
-    is_causal: whether a query sees no later position than its own. If not,
-      `offset` and `window` have no meaning.
-    window: a query sees so many positions, the last of them its own; 0, which
-      must be a Python integer, is no limit.
-    seen_BM: bool; False takes a key out, such as padding. None keeps all.
-    scale: a factor of the scores; None is K**-0.5.
-    dropout: is applied to the weights of the keys; see `Dropout`.
+    offset: position of the first query, for all rows or [B] for each.
+    segments: the document of each query [B, L] and of each key [B, M]. A query
+      sees only keys of the same document. None means one document per row.
+    cap: replaces scores by cap * tanh(score / cap); 0 leaves them unchanged.
+    is_causal: whether a query sees only its position and earlier ones. If not,
+      `offset` and `window` are ignored.
+    window: how many positions a query sees, up to and including its position;
+      0, which must be a Python integer, means no limit.
+    seen_BM: bool; False hides a key, such as padding. None hides none.
+    scale: factor of the scores; None means K**-0.5.
+    dropout: applied to the attention weights; see `Dropout`.
     by_head: whether keys and values are [B, G, M, K], as in a cache.
 
   Returns:
@@ -409,15 +415,16 @@ def attend(
   keys, groups = (k_BMGK.shape[kv.index(axis)] for axis in 'MG')
   if heads % groups:
     raise ValueError(
-      f'The heads of keys and values must divide those of queries; got {groups}'
-      f' for {heads}.'
+      f'The number of key heads must divide the number of query heads; got'
+      f' {groups} for {heads}.'
     )
-  # The axes of the queries' heads: G, and R in each of them.
+  # The query heads have the axis G, and an axis R for the heads of a group.
   h = 'G' if heads == groups else 'GR'
   q = q_BLHK * (width**-0.5 if scale is None else scale)
   if heads != groups:
     q = q.reshape(batch, length, groups, -1, width)
-  # With an axis of one query in the products, XLA transposes one row's keys.
+  # Leave out the axis of a single query. If the batch is one row, XLA would
+  # otherwise transpose the keys for a product of matrices.
   is_single = by_head and length == 1
   if is_single:
     scores = einsum(f'B{h}K,{kv}->B{h}M', q[:, 0], k_BMGK)[..., None, :]
@@ -441,8 +448,9 @@ def attend(
     seen = functools.reduce(jnp.logical_and, masks)
     seen = jnp.expand_dims(seen, range(1, scores.ndim - 2))
     scores = jnp.where(seen, scores, -jnp.inf)
-  # Dividing after the product instead of before touches L x K numbers, not
-  # L x M; the maximum only guards the range, so no gradient belongs to it.
+  # Divide by the total after the product with the values: that touches L x K
+  # numbers instead of L x M. The maximum only keeps the exponentials in range,
+  # so it needs no gradient.
   top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
   # A causal query sees at least itself.
   may_be_blind = seen_BM is not None or (segments is not None and not is_causal)
@@ -477,33 +485,33 @@ def causal_attention(
   window: int | jax.Array = 0,
   scale: float | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-  """Causal attention of a sequence over itself, in training and in decoding.
+  """Causal self-attention of a sequence, in training and in decoding.
 
-  One function for both, so that a change of it is a change of both.
+  Both use this function, so a change applies to both.
 
   Args:
     q_BLHK: queries.
     k_BLGK: keys; G divides H, as for `attend`.
     v_BLGK: values.
     implementation: one of `ATTENTIONS`. 'einsum' is `attend`. 'flash' does not
-      store the L x L scores (Dao et al., 2022): on TPU it is
-      `splash_attention`, on GPU `cudnn_attention`. On CPU, and for sequences
-      shorter than a block, it is `attend` too.
-    segment_ids_BL: the document that each token is of; None is one a row.
-    cap: as for `attend`; not for 'flash' on GPU.
-    dropout: as for `attend`; for 'einsum' only.
-    cache: keys and values [B, G, M, K] of the positions right up to `start`,
-      over which the queries attend too. The implementation is 'einsum' then,
-      and a row is one document.
-    start: the position of the first query: see `update_cache`.
+      store the L x L scores (Dao et al., 2022): it is `splash_attention` on TPU
+      and `cudnn_attention` on GPU. On CPU, and for sequences shorter than a
+      block, it is `attend`.
+    segment_ids_BL: the document of each token; None means one document per row.
+    cap: as for `attend`; not supported by 'flash' on GPU.
+    dropout: as for `attend`; supported only by 'einsum'.
+    cache: keys and values [B, G, M, K] of the positions before `start`, to
+      which the queries attend as well. With a cache, the implementation is
+      'einsum', and each row is one document.
+    start: position of the first query; see `update_cache`.
     window: as for `attend`; an integer for 'flash'.
     scale: as for `attend`.
 
   Returns:
-    [B, L, H, K]; and the cache, with the new keys and values in it.
+    [B, L, H, K], and the cache with the new keys and values, if there is one.
 
   Raises:
-    ValueError: there is dropout, and the implementation has none; or G does not
+    ValueError: the implementation does not support dropout, or G does not
       divide H.
     errors.UsageError: cuDNN has no kernel for a cap, or for this type.
   """
@@ -523,8 +531,8 @@ def causal_attention(
   if implementation == 'flash':
     if dropout is not None:
       raise ValueError(
-        "Dropout needs implementation='einsum'; got 'flash', which has none."
-        ' Choose either.'
+        "Dropout needs implementation='einsum'; got 'flash'. Change the"
+        ' implementation, or set the dropout rate to 0.'
       )
     kernel = FLASH.get(platform())
     if kernel is not None and q_BLHK.shape[1] >= _MIN_BLOCK:
@@ -538,7 +546,7 @@ def causal_attention(
   early = late = None
   if ids is not None:
     early, late = (ids[:, :half], ids[:, :half]), (ids[:, half:], ids)
-  # By `split`: the gradients of slices would be padded with zeros, and added.
+  # Use `split`: gradients of slices would be padded with zeros and added.
   q_early, q_late = jnp.split(q_BLHK, [half], axis=1)
   first = run(q_early, k_BLGK[:, :half], v_BLGK[:, :half], 0, early)
   second = run(q_late, k_BLGK, v_BLGK, half, late)
@@ -556,19 +564,19 @@ def splash_attention(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Causal attention by the Pallas kernel for TPUs that comes with JAX.
+  """Causal attention with JAX's Pallas kernel for TPUs.
 
-  XLA does not split a kernel: each device calls it on its rows and heads.
+  XLA cannot shard a kernel, so each device calls it on its rows and heads.
 
   Args:
     q_BLHK: queries.
     k_BLGK: keys; G divides H.
     v_BLGK: values.
     segment_ids_BL: as for `causal_attention`.
-    cap: the same.
+    cap: as for `attend`.
     window: as for `attend`.
-    scale: the same.
-    interpret: whether the kernel is interpreted, which works on CPU.
+    scale: as for `attend`.
+    interpret: whether to interpret the kernel, which works on CPU.
 
   Returns:
     [B, L, H, K].
@@ -587,8 +595,8 @@ def splash_attention(
     return run(q_BLHK, k_BLGK, v_BLGK, segment_ids_BL)
   spec = partitioner.spec(('batch', None, 'heads', None), q_BLHK.shape)
   parts = partitioner.size(spec[2])
-  # Where fewer heads of keys than devices share the queries, several devices
-  # get the same one.
+  # If more devices share the query heads than there are key heads, several
+  # devices get a copy of the same key head.
   groups = k_BLGK.shape[2]
   copies = math.lcm(groups, parts) // groups
   k_BLGK, v_BLGK = (jnp.repeat(x, copies, axis=2) for x in (k_BLGK, v_BLGK))
@@ -596,7 +604,7 @@ def splash_attention(
     run,
     in_specs=(spec, spec, spec, jax.P(spec[0])),
     out_specs=spec,
-    check_vma=False,  # Kernels do not say over which axes results vary.
+    check_vma=False,  # Kernels do not declare over which axes results vary.
   )(q_BLHK, k_BLGK, v_BLGK, segment_ids_BL)
 
 
@@ -611,11 +619,11 @@ def _splash_of_device(
   scale: float,
   interpret: bool,
 ) -> jax.Array:
-  # Imported here because Pallas takes a while, which only TPUs need.
+  # Import Pallas late: the import is slow, and only TPUs need it.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
   _, length, heads, _ = q_BLHK.shape
-  # Nothing sees the padding: it comes last.
+  # The padding comes last, so the mask hides it from all tokens.
   padding = -length % _MIN_BLOCK
   q_BHLK, k_BGLK, v_BGLK = (
     jnp.swapaxes(jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))), 1, 2)
@@ -656,11 +664,10 @@ def cudnn_attention(
   window: int = 0,
   scale: float | None = None,
 ) -> jax.Array:
-  """Causal attention by cuDNN, for NVIDIA GPUs.
+  """Causal attention with cuDNN, for NVIDIA GPUs.
 
-  Documents that share a row make a mask of L x L, one for all heads: the
-  offsets of documents that cuDNN can take instead are not in JAX's public
-  function.
+  Documents that share a row need a mask of L x L for all heads. cuDNN could
+  take the offsets of the documents instead, but JAX's public function cannot.
 
   Args:
     q_BLHK: queries, in 16 bits.
@@ -669,7 +676,7 @@ def cudnn_attention(
     segment_ids_BL: as for `causal_attention`.
     cap: must be 0.
     window: as for `attend`.
-    scale: the same.
+    scale: as for `attend`.
 
   Returns:
     [B, L, H, K].
@@ -679,12 +686,12 @@ def cudnn_attention(
   """
   if cap:
     raise errors.UsageError(
-      f"A cap of {cap} needs implementation='einsum' on GPU; got 'flash', where"
-      ' cuDNN has none. Choose either.'
+      f"A cap of {cap} needs implementation='einsum' on GPU; got 'flash', and"
+      ' cuDNN has no cap. Change the implementation, or set the cap to 0.'
     )
   if q_BLHK.dtype == jnp.float32:
     raise errors.UsageError(
-      "Flash attention on GPU is cuDNN's, which needs bfloat16; got float32."
+      'Flash attention on GPU uses cuDNN, which needs bfloat16; got float32.'
       " Set the model's dtype to bfloat16, or its attention to 'einsum'."
     )
   mask = None
@@ -705,7 +712,7 @@ def cudnn_attention(
 def platform() -> str:
   """Returns the platform that the step being traced is compiled for.
 
-  Such as 'tpu', also where this process has only a CPU: see `mesh.on_devices`.
+  It may be 'tpu' in a process that has only a CPU: see `mesh.on_devices`.
   """
   partitioner = partitioning.active()
   if partitioner is None or partitioner.is_here:
@@ -713,7 +720,7 @@ def platform() -> str:
   return 'tpu'  # `config.topology` names TPUs only.
 
 
-# By the platform that a program is compiled for; others have 'einsum'.
+# Flash attention by the platform of `platform`; others use 'einsum'.
 FLASH: dict[str, Callable[..., jax.Array]] = {
   'tpu': splash_attention,
   'gpu': cudnn_attention,
@@ -723,16 +730,18 @@ FLASH: dict[str, Callable[..., jax.Array]] = {
 def update_cache(
   cache_BGMK: jax.Array, new_BLGK: jax.Array, start: int | jax.Array
 ) -> jax.Array:
-  """Writes keys or values where their positions are.
+  """Writes new keys or values into a cache.
 
-  A head's positions lie together: a CPU attends from one query to M keys six
-  times as fast as where the heads of a position do.
+  The cache stores the positions of a head contiguously. With this layout, a CPU
+  attends from one query to M keys six times as fast as if the heads of a
+  position were contiguous.
 
   Args:
-    cache_BGMK: what is there.
-    new_BLGK: what belongs at the positions from `start`.
-    start: of all rows, with `start + L <= M`; or [B] of each, where what is
-      past the end is left out: a row that is done may go on.
+    cache_BGMK: keys or values.
+    new_BLGK: keys or values of the L positions from `start` on.
+    start: the first position for all rows, with `start + L <= M`; or [B], the
+      first position of each row. In the latter case, entries past the end are
+      dropped, so that a finished row may keep decoding.
 
   Returns:
     [B, G, M, K].
@@ -743,8 +752,8 @@ def update_cache(
       cache_BGMK, new_BGLK, start, axis=2
     )
   positions_BL = positions_from(start, new_BLGK.shape[1])
-  # An index for each head, though they are equal: XLA turns a single one into a
-  # slice, which it fuses into each reader, with a copy of the cache for each.
+  # Use an index for each head, although all are equal. XLA would turn a single
+  # index into a slice and fuse it into each reader, with a copy of the cache.
   positions_BGL = jnp.broadcast_to(positions_BL[:, None], new_BGLK.shape[:3])
   write = lambda cache, new, at: cache.at[at].set(new, mode='drop')
   return jax.vmap(jax.vmap(write))(cache_BGMK, new_BGLK, positions_BGL)
@@ -757,13 +766,13 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   """Returns float32 logits [B, L, V].
 
   Args:
-    x_BLD: normalised output of the layers.
-    head: the table, and the bias; float32.
-    cap: c tanh(logit / c) takes the place of the logits; 0 leaves them.
+    x_BLD: normalized output of the layers.
+    head: the table and the bias, in float32.
+    cap: replaces logits by cap * tanh(logit / cap); 0 leaves them unchanged.
   """
   table_VD, bias_V = head
-  # Else the devices of other stages, which have nothing to do here, may split
-  # the sum over D, and send each other logits.
+  # Keep XLA from splitting the sum over D between the stages of a pipeline,
+  # whose devices would then exchange logits.
   x_BLD = partitioning.constrain(x_BLD, ('batch', None, 'activation_embed'))
   logits_BLV = einsum('BLD,VD->BLV', x_BLD, table_VD.astype(x_BLD.dtype))
   if bias_V is not None:
@@ -771,39 +780,29 @@ def logits(x_BLD: jax.Array, head: Head, cap: float = 0.0) -> jax.Array:
   return partitioning.constrain(_cap(logits_BLV, cap), ('batch', None, 'vocab'))
 
 
-def cross_entropy(
-  logits_BLV: jax.Array, targets: jax.Array, smoothing: float = 0.0
-) -> jax.Array:
-  """Returns the nats [B, L] that each target costs, in float32.
+def cross_entropy(logits_BLV: jax.Array, targets: jax.Array) -> jax.Array:
+  """Returns the cross entropy of each target in nats, float32 [B, L].
 
   Args:
-    logits_BLV: of each token.
-    targets: integers [B, L]; or the probability of each token, [B, L, V].
-    smoothing: part of an integer's probability that goes to all other tokens
-      in equal parts (Szegedy et al., 2016).
+    logits_BLV: the logits of each token.
+    targets: integers [B, L], or the probability of each token, [B, L, V].
   """
   logits_BLV = logits_BLV.astype(jnp.float32)
   total_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
   if targets.ndim == logits_BLV.ndim:
     return -jnp.sum((logits_BLV - total_BL[..., None]) * targets, axis=-1)
   target_BL1 = jnp.take_along_axis(logits_BLV, targets[..., None], axis=-1)
-  nats_BL = total_BL - target_BL1[..., 0]
-  if not smoothing:
-    return nats_BL
-  size = logits_BLV.shape[-1]
-  other = smoothing / (size - 1)
-  all_BL = size * total_BL - logits_BLV.sum(axis=-1)
-  return (1 - smoothing - other) * nats_BL + other * all_BL
+  return total_BL - target_BL1[..., 0]
 
 
 class CrossEntropy(NamedTuple):
-  """What `chunked_cross_entropy` returns; float32.
+  """The result of `chunked_cross_entropy`, in float32.
 
   Attributes:
     total: the weighted sum of the cross entropy, in nats.
-    correct: the weighted number of targets that are the likeliest token. No
-      gradient belongs to it.
-    nats_BL: what each target costs, not weighted. No gradient belongs to it.
+    correct: the weighted number of targets that are the likeliest token. It has
+      no gradient.
+    nats_BL: the unweighted cross entropy of each target. It has no gradient.
   """
 
   total: jax.Array
@@ -819,21 +818,19 @@ def chunked_cross_entropy(
   *,
   chunks: int,
   cap: float = 0.0,
-  smoothing: float = 0.0,
 ) -> CrossEntropy:
-  """The loss, with the logits of one piece of the sequence at a time.
+  """Computes the loss, holding the logits of one piece at a time.
 
-  In a compiled program, what of the result nobody uses costs nothing.
+  In a compiled program, entries of the result that you do not use cost nothing.
 
   Args:
-    x_BLD: normalised output of the layers.
+    x_BLD: normalized output of the layers.
     head: see `logits`.
     targets_BL: the token to predict at each position.
-    weights_BL: float32; 0 takes a position out. No gradient belongs to it.
-    chunks: pieces into which the sequence is cut. With more than one, the
-      gradients are computed along with the loss, while the logits are there.
+    weights_BL: float32; 0 excludes a position. It gets no gradient.
+    chunks: the number of pieces into which the sequence is cut. With more than
+      one, the forward pass computes the gradients too, while it has the logits.
     cap: see `logits`.
-    smoothing: see `cross_entropy`.
 
   Raises:
     UsageError: `chunks` does not divide the length of the sequence.
@@ -844,7 +841,7 @@ def chunked_cross_entropy(
       f' for {x_BLD.shape[1]} tokens.'
     )
   args = (x_BLD, head, targets_BL, jax.lax.stop_gradient(weights_BL))
-  piece = functools.partial(_piece_cross_entropy, cap, smoothing)
+  piece = functools.partial(_piece_cross_entropy, cap)
   if chunks == 1:
     total, rest = piece(*args)
   else:
@@ -852,20 +849,20 @@ def chunked_cross_entropy(
   return CrossEntropy(total, *rest)
 
 
-# The sum; and the number of correct predictions, and the nats of each.
+# The summed nats, and a pair: the number of correct predictions, and the nats
+# of each target.
 _Sums = tuple[jax.Array, tuple[jax.Array, jax.Array]]
 
 
 def _piece_cross_entropy(
   cap: float,
-  smoothing: float,
   x_BLD: jax.Array,
   head: Head,
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> _Sums:
   logits_BLV = logits(x_BLD, head, cap)
-  nats_BL = cross_entropy(logits_BLV, targets_BL, smoothing)
+  nats_BL = cross_entropy(logits_BLV, targets_BL)
   likeliest_BL = logits_BLV.argmax(axis=-1).astype(targets_BL.dtype)
   correct = jnp.sum(jnp.where(likeliest_BL == targets_BL, weights_BL, 0))
   return jnp.sum(nats_BL * weights_BL), (
@@ -896,7 +893,7 @@ def _chunked_cross_entropy(
 
 def _pieces(tree: Any, chunks: int) -> Any:
   """Cuts [B, L, ...] into [chunks, B, L / chunks, ...]."""
-  # Not along the batch, which is split over devices.
+  # Do not cut the batch, which is split over devices.
   return jax.tree.map(
     lambda x: jnp.swapaxes(
       x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 0, 1
@@ -919,10 +916,10 @@ def _chunked_forward(
   targets_BL: jax.Array,
   weights_BL: jax.Array,
 ) -> tuple[_Sums, Any]:
-  """The loss with its gradients, while the logits are at hand.
+  """Returns the loss, and its gradients for the backward pass.
 
-  Recomputing them in the backward pass would cost a fourth product with the
-  table.
+  Recomputing the logits in the backward pass would cost a fourth product with
+  the table.
   """
   with_grads = jax.value_and_grad(piece, argnums=(0, 1), has_aux=True)
 
@@ -979,16 +976,16 @@ def pipelined(
     run_layer: `(weights of one layer, its number, x, beside) -> x`, on some of
       the rows.
     weights: [N, ...], each an array or a `partitioning.Logical`.
-    x_BLD: what goes into the first layer.
+    x_BLD: input of the first layer.
     beside: a pytree of arrays [B, ...] that layers read, such as segment ids.
-    num_stages: as for `pipeline.pipeline`, like all that follow.
-    num_microbatches: parts of the batch.
-    num_repeats: how often each goes round the stages.
-    unroll: whether a stage's layers are unrolled, or one loop.
+    num_stages: as for `pipeline.pipeline`.
+    num_microbatches: the number of parts into which the batch is cut.
+    num_repeats: how often each part goes round the stages.
+    unroll: whether to unroll a stage's layers instead of looping over them.
     remat: one of `REMATS`.
 
   Returns:
-    What the last layer gives, [B, L, D].
+    The output of the last layer, [B, L, D].
   """
 
   def run(layer: Any, inputs: Any) -> Any:

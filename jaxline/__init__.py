@@ -26,10 +26,10 @@ if typing.TYPE_CHECKING:
 else:
 
   def __getattr__(name):
-    """Imports `jaxline.api` or `jaxline.utils` where it is used first."""
+    """Imports `jaxline.api` or `jaxline.utils` on first use."""
     if name in __all__:
       return getattr(importlib.import_module('jaxline.api'), name)
-    if name == 'utils':  # In JAXline every import imports it.
+    if name == 'utils':  # All imports of JAXline's make this name available.
       return importlib.import_module('jaxline.utils')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 

@@ -1,4 +1,4 @@
-"""jaxline from Python: train, evaluate and load without a command line.
+"""The Python API: train, evaluate and load without a command line.
 
 In a notebook:
 
@@ -42,10 +42,10 @@ from jaxline.supervision import preemption
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What `fit` returns."""
+  """The result of `fit`. A notebook displays it."""
 
   directory: str
-  experiment: Any  # It has the weights of the last step.
+  experiment: Any  # Holds the weights of the last step.
   history: runs.History  # 'train/loss' -> [N, 2]: steps and values.
   best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
 
@@ -62,21 +62,21 @@ def fit(
 ) -> Result:
   """Trains an experiment, as `--jaxline_mode=train_and_eval` does.
 
-  The run is resumed if `config.checkpoint_dir` has one. Without that key each
-  call makes a fresh directory. Ctrl-C saves, then raises KeyboardInterrupt.
-  Flags are not read, and settings of XLA that must come before JAX starts are
-  refused if they are not there.
+  If `config.checkpoint_dir` holds a run, it is resumed. If the key is None,
+  each call makes a fresh directory. Ctrl-C saves, then raises
+  KeyboardInterrupt. Flags, `config.distributed` and the XLA flags of
+  `config.xla` are for the command line: `fit` does not apply them.
 
   Args:
-    experiment_class: a class or a partial of one; None is the class that
+    experiment_class: a class or a partial of one; None means the class that
       `config.experiment_class` names.
-    config: the run's; not changed.
+    config: the run's config; `fit` works on a copy.
     overrides: dotted key -> value, such as {'training_steps': 100}.
     mode: 'train_and_eval' or 'train'.
 
   Raises:
     errors.UsageError: the config, an override or the directory is wrong.
-    TypeError: an override has another type than the key's value.
+    TypeError: the type of an override differs from the type of the key's value.
   """
   origin = console.Origin(overrides=overrides or {})
   return _fit(experiment_class, config, mode, origin)
@@ -88,7 +88,7 @@ def fit_point(
   overrides: Mapping[str, Any],
   mode: str,
 ) -> Result:
-  """Does as `fit` for a run of a sweep, which starts them all again."""
+  """Trains one point of a sweep. Rerunning the sweep resumes it."""
   origin = console.Origin(overrides=overrides, is_point=True)
   return _fit(experiment_class, config, mode, origin)
 
@@ -104,7 +104,7 @@ def _fit(
       f"mode is {mode!r}; expected 'train_and_eval' or 'train'."
     )
   config = _override(config, origin.overrides)
-  dictionary.forget_published()  # Each call is a run of its own.
+  dictionary.forget_published()  # Each call is a separate run.
   try:
     with preemption.Watch():
       directory, experiment = platform.start(
@@ -128,18 +128,18 @@ def sweep(
   index: int | None = None,
   mode: str = 'train_and_eval',
 ) -> list[runs.RunRecord]:
-  """Trains a config with several values of keys; returns runs, the best first.
+  """Trains one run for each combination of values; returns the best run first.
 
-  Called again, it resumes what was interrupted and trains what is new.
+  A second call resumes interrupted runs and trains points that are new.
 
   Args:
-    experiment_class: as for `fit`.
-    config: as for `fit`; its `checkpoint_dir` has the points.
-    axes: dotted key -> its values, for all combinations. With `draws`, also
-      'uniform:LOW:HIGH', 'int:LOW:HIGH' or 'log:LOW:HIGH'.
-    draws: the number of random points, in place of all combinations.
-    index: the only point to train, from 0.
-    mode: as for `fit`.
+    experiment_class: see `fit`.
+    config: see `fit`; each run gets a directory below its `checkpoint_dir`.
+    axes: dotted key -> its values. With `draws`, a range can replace the
+      values: 'uniform:LOW:HIGH', 'int:LOW:HIGH' or 'log:LOW:HIGH'.
+    draws: trains this many random points instead of all combinations.
+    index: trains only this point, counted from 0.
+    mode: see `fit`.
   """
   return sweep_lib.run(
     sweep_lib.points(axes, draws),
@@ -150,21 +150,21 @@ def sweep(
 
 
 def history(directory: str | os.PathLike[str]) -> runs.History:
-  """Returns the curves of a run, in a dict with a method `to_pandas`."""
+  """Returns the curves of a run: a dict with a method `to_pandas`."""
   return runs.read(directory).history
 
 
 def _override(
   config: config_dict.ConfigDict, overrides: Mapping[str, Any] | None
 ) -> config_dict.ConfigDict:
-  """Returns a copy of a config with values replaced by dotted key."""
-  # With its references to other keys, and the values themselves.
+  """Returns a copy of a config in which dotted keys have new values."""
+  # The copy keeps references between keys, and shares the values.
   config = copy.deepcopy(config, {id(x): x for x in _values(config)})
   given = dict(overrides or {})
   for key, value in given.items():
     where, section = 'config', config
     for part in key.split('.'):
-      part = part.partition('[')[0]  # An entry of a list.
+      part = part.partition('[')[0]  # `key[0]` names an entry of a list.
       names = section if isinstance(section, config_dict.ConfigDict) else ()
       errors.check_names([part], list(names), 'key', where)
       where, section = f'{where}.{part}', section[part]
@@ -175,7 +175,7 @@ def _override(
 
 
 def _values(config: config_dict.ConfigDict) -> Iterator[Any]:
-  """Yields the values of a config and of those inside it."""
+  """Yields the values of a config and of its nested configs."""
   for value in config.values():
     if isinstance(value, config_dict.ConfigDict):
       yield from _values(value)
@@ -194,15 +194,15 @@ def load(
 ) -> Any:
   """Returns a run's experiment with the weights of a checkpoint.
 
-  Nothing is written, and the run may go on meanwhile.
+  It writes nothing, so you can call it while the run is training.
 
   Args:
-    directory: the run's.
-    overrides: dotted key -> value, as for `fit`, over the run's config.
-    step: that of the checkpoint; None is the newest.
+    directory: the run's directory.
+    overrides: dotted key -> value; replaces values of the run's config.
+    step: the step of the checkpoint; None means the newest.
     series: 'latest' or 'best'.
-    experiment_class: None is the class that the run's config names.
-    mode: the experiment's: 'eval', or 'decode', which opens no data.
+    experiment_class: None means the class that the run's config names.
+    mode: the mode of the experiment: 'eval', or 'decode', which opens no data.
   """
   loaded = _load(directory, overrides, step, series, experiment_class, mode)
   return stateful.live(loaded[0])
@@ -216,7 +216,7 @@ def _load(
   experiment_class: Any,
   mode: str,
 ) -> tuple[Any, int, config_dict.ConfigDict]:
-  """Returns an experiment, its step and the config of its run."""
+  """Returns a restored experiment, its step and its run's config."""
   config = _override(base_config.recorded_config(directory), overrides)
   if experiment_class is None:
     is_users = 'experiment_class' in (overrides or {})
@@ -247,17 +247,16 @@ def load_weights(
 ) -> dict[str, Any]:
   """Returns the weights of a checkpoint as nested dicts of NumPy arrays.
 
-  The experiment is not constructed, and its code is not needed.
+  This needs neither the experiment nor its code.
 
   Args:
-    directory: the run's.
-    step: that of the checkpoint; None is the newest.
+    directory: the run's directory.
+    step: the step of the checkpoint; None means the newest.
     series: 'latest' or 'best'.
-    weights: 'averaged' (see `sharded.average_weights`) or 'raw'; None is the
-      averaged weights if the run has some, as evaluation uses them.
-    model_state: whether to return {'params': weights, 'model_state': ...}, with
-      what the model needs besides, such as the statistics of batch
-      normalisation.
+    weights: 'averaged' (see `sharded.average_weights`) or 'raw'. None means the
+      weights that evaluation uses: averaged if the run averages them, else raw.
+    model_state: whether to return {'params': weights, 'model_state': ...}. The
+      model state is non-trained state such as BatchNorm statistics.
   """
   where = f'{os.fspath(directory)}/checkpoints/{series}'
   try:
@@ -268,7 +267,7 @@ def load_weights(
     if others and not model_state:
       lines.warn_once(
         f'{found.name}: left out {len(others)} arrays of model_state, such as'
-        f' {others[0]}; load_weights(..., model_state=True) returns them too.'
+        f' {others[0]}. To get them, call load_weights(..., model_state=True).'
       )
     with found.reading():
       more = dict(found.read(dict.fromkeys(others if model_state else ())))
@@ -282,7 +281,7 @@ def load_weights(
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns arrays as nested dicts."""
+  """Turns {'a/b': array} into {'a': {'b': array}}."""
   nested: dict[str, Any] = {}
   for name, array in arrays.items():
     *folders, last = name.split('/')
@@ -303,8 +302,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a checkpoint of a run, and writes nothing.
 
-  It takes the arguments of `load`, and returns the numbers of the experiment's
-  `evaluate` by name.
+  For the arguments see `load`. Returns the experiment's scalars by name.
   """
   experiment, global_step, config = _load(
     directory, overrides, step, series, experiment_class, 'eval'

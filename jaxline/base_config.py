@@ -1,22 +1,22 @@
-"""Every key of a run's config: its default, what is expected, what it is for.
+"""Defines every key of a run's config: default, valid values and purpose.
 
-A config file starts from `base_config.get_base_config()` and sets the numbers
-of its run; `--config.KEY=VALUE` overrides one, and `--config.KEY=None` makes it
-None. A tuple is given as `--config.writers='("jsonl", "mine")'` or by repeating
-the flag, and `--config.writers=()` clears it. A key that is not in the table is
-the experiment's own. A misspelled key, a value of the wrong kind and values
-that contradict each other are refused before anything is compiled.
+A config file starts from `base_config.get_base_config()` and sets the values
+of its run. On the command line, `--config.KEY=VALUE` overrides a value, and
+`--config.KEY=None` sets it to None. Give a tuple as
+`--config.writers='("jsonl", "mine")'`, or repeat the flag;
+`--config.writers=()` clears it. Keys that are not in the table belong to the
+experiment. Misspelled keys, values of the wrong kind and contradictory values
+are rejected before anything is compiled.
 
-*Effect* is what a change means for a run that is resumed:
+*Effect* tells how changing a key affects a run that you resume:
 
-- **run**: it would be another run. The checkpoint is refused, unless
-  `on_config_change` is `continue`.
-- **program**: the same run goes on, with a step that is compiled to another
-  program.
-- **none**: the same run goes on, with the same program.
+- **run**: the change affects the training result. The run is not resumed,
+  unless `on_config_change` is `continue`.
+- **program**: the run continues, and its step is recompiled.
+- **none**: the run continues with the same compiled step.
 
-The table is `KEYS` in `jaxline/base_config.py`; `python -m jaxline.base_config`
-prints docs/reference/config.md.
+Each key is declared in `KEYS` of the package that reads it.
+`python -m jaxline.base_config` prints docs/reference/config.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,76 +44,74 @@ from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import store as store_lib
 from jaxline.supervision import compilation_cache
 
-# For experiments.
+# Experiments use these names.
 read = keys.read
 with_defaults = keys.with_defaults
-# Modules above this one call these by its name.
+# Higher modules call these functions through this module.
 changes = config_record.changes
 flat = config_record.flat
 programs_view = config_record.programs_view
 recorded = config_record.recorded
 
-_FILE = optional(text('the name of a file', is_path=True))
+_FILE = optional(text('a file name', is_path=True))
 KEYS: tuple[Key, ...] = (
   Key('experiment_class', None, optional(text("'package.module:Class'")),
-      'The class that `experiment.py` runs. None where that file gives its'
-      ' class to `platform.main` itself.', 'run'),
+      'The experiment class to run. None if the program passes its class to'
+      ' `platform.main`.', 'run'),
   Key('experiment_kwargs', {}, mapping('a dict of arguments'),
-      'Arguments of its constructor, besides `mode`, `init_rng`, `run_config`.'
-      ' What it declares as CHANGEABLE_ON_RESUME may change on resume.', 'run'),
+      'Arguments of the class, besides `mode`, `init_rng` and `run_config`. On'
+      ' resume, only those in its CHANGEABLE_ON_RESUME may change.', 'run'),
   Key('checkpoint_dir', None,
-      optional(text('the name of a directory', is_path=True)),
-      "The run's directory: checkpoints, logs, resolved config. A run in it is"
-      ' resumed. None makes a fresh one in /tmp, which only this user can read.'
-      ' In all keys that name a file, `~` is the home directory.'),
+      optional(text('a directory name', is_path=True)),
+      "The run's directory: checkpoints, logs, resolved config. If it holds a"
+      ' run, the run is resumed. None makes a new one in /tmp, readable only by'
+      ' you. In all keys that name a file, `~` is the home directory.'),
   Key('training_steps', 10000, optional(keys.number(0)),
-      'Number of training steps. With None the run ends when `should_run_step`'
+      'Number of training steps. With None, the run ends when `should_run_step`'
       ' of the experiment returns False.'),
   Key('max_seconds', None, optional(keys.POSITIVE),
-      'Seconds of training after which the run ends as by `training_steps`.'
-      ' Start-up, compilation and evaluations do not count; those before the'
-      ' checkpoint that a run is resumed from do.'),
+      'Ends the run after this many seconds of training, added up over all'
+      ' restarts. Start-up, compilation and evaluations do not count.'),
   Key('gradient_accumulation_steps', 1, COUNT,
-      'A sharded step computes its batch in this many parts and adds their'
-      ' gradients: less memory for the same step.', 'program', sharded=True),
+      'Number of microbatches: a sharded step computes their gradients in turn'
+      ' and adds them, which saves memory.', 'program', sharded=True),
   Key('topology', None, optional(text("a TPU topology, such as 'v4:4x4x4'")),
-      'With --jaxline_mode=compile: for what. None is the devices here.'),
-  Key('num_slices', 1, COUNT, 'The number of slices of that topology.'),
+      'The target of --jaxline_mode=compile. None means the local devices.'),
+  Key('num_slices', 1, COUNT, 'Number of slices of `topology`.'),
   Key('eval_initial_weights', False, keys.BOOLEAN,
-      'Evaluate the weights that the run begins with, also those that it has by'
-      ' `restore_from`, before the first step. In the per-device style an'
-      ' evaluation initialises weights of its own, from another key than'
-      ' training: see docs/walk.md.'),
+      'Evaluate the initial weights (random, or from `restore_from`) before the'
+      ' first step. In the per-device style, a separate evaluation initializes'
+      ' its weights from a different key than training: see docs/walk.md.'),
   Key('one_off_evaluate', False, keys.BOOLEAN,
-      'Evaluate the newest checkpoint once, then end.'),
+      'Evaluate the newest checkpoint once, then exit.'),
   Key('eval_steps', None, optional(text(
         "'all', or steps such as '1000,2000'", r'all|\d+(,\d+)*')),
-      'Evaluate the checkpoints of these steps, or all that are kept, then end.'
-      ' None evaluates each new checkpoint of the training run.'),
+      'Evaluate the checkpoints of these steps, or all kept ones, then exit.'
+      ' None means to evaluate each new checkpoint of the training run.'),
   Key('decode', {}, mapping(
         "a dict of the keys below, such as {'prompts': 'FILE'}"),
-      '--jaxline_mode=decode: continues prompts by the weights of a run.'),
+      "--jaxline_mode=decode continues prompts with a run's weights."),
   Key('decode.prompts', None, _FILE,
-      'A file with a prompt on each line, in a .jsonl as {"prompt": ...} or'
-      ' {"messages": [...]}; blank lines are ignored. None reads standard input'
-      ' or asks at a terminal.'),
+      'A file with one prompt per line. In a .jsonl file, a line is'
+      ' {"prompt": ...} or {"messages": [...]}. Blank lines are ignored. None'
+      ' reads standard input, or asks at a terminal.'),
   Key('decode.output', None, _FILE,
-      'The file for the continuations, a line of JSON for each prompt. None is'
-      ' a new decode/step_N.jsonl below `checkpoint_dir` or, if that cannot be'
-      ' written, a file in the working directory.'),
+      'The file for the continuations, one line of JSON per prompt. None means'
+      ' a new decode/step_N.jsonl in `checkpoint_dir` or, if that cannot be'
+      ' written, a new file in the working directory.'),
   Key('decode.batch_size', 8, COUNT,
-      'How many prompts are continued at once, except at a terminal.'),
+      'Number of prompts to continue at once; 1 at a terminal.'),
   Key('decode.series', 'latest', keys.one_of('latest', 'best'),
       'The series of the checkpoint.'),
   Key('decode.step', None, optional(keys.integer(0)),
-      'The step of the checkpoint. None is the newest.'),
+      'The step of the checkpoint. None means the newest.'),
   *(key for owner in (
       mesh, partitioning, devices, distributed, xla, compilation_cache, metrics,
       inputs, run_directory, supervision, prng) for key in owner.KEYS),
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
 config_record.TABLE.update((key.name, key) for key in KEYS)
-# Those that JAXline has too; a program of it may use the others for itself.
+# JAXline has these keys too. A JAXline program may use all others for itself.
 _JAXLINES = """experiment_kwargs training_steps interval_type log_async
   save_checkpoint_interval log_tensors_interval log_all_hosts
   log_train_data_interval log_all_train_data logging_interval_type
@@ -128,24 +126,24 @@ _OTHERS -= {*_JAXLINES.split()}
 
 
 class _BaseConfig(config_dict.ConfigDict):
-  """Takes a value of any type for a key that JAXline does not have."""
+  """A config that accepts any type for keys that JAXline does not have."""
 
   def __setitem__(self, key: str, value: Any) -> None:
     try:
       if key in _OTHERS and key in self and isinstance(value, bool):
-        raise TypeError  # It would become 1.0 where a number is expected.
+        raise TypeError  # A float key would turn True into 1.0.
       super().__setitem__(key, value)
     except TypeError:
       if key not in _OTHERS:
         raise
       with self.unlocked(), self.ignore_type():
-        if not isinstance(value, os.PathLike):  # A flag has the value's type.
+        if not isinstance(value, os.PathLike):  # Flags take the value's type.
           del self[key]
         super().__setitem__(key, value)
 
 
 def get_base_config() -> config_dict.ConfigDict:
-  """Returns the config that every run starts from, with all its defaults."""
+  """Returns the base config: all keys with their defaults."""
   config = _BaseConfig()
   for key in KEYS:
     value, check = key.default, key.check
@@ -169,16 +167,16 @@ def validate_keys(
 ) -> None:
   """Checks that a config has the required keys and no misspelled ones.
 
-  Another key is the experiment's own, unless it is very similar to a required
-  key and not that key with further words, such as `num_training_steps`.
+  A key that is very similar to a required one counts as misspelled, unless it
+  only adds words, as `num_training_steps` does. Others are the experiment's.
   """
   for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=0.85):
       if not set(near.split('_')) <= set(key.split('_')):
         raise errors.UsageError(
           f'Unknown config key {key!r}. Did you mean {near!r}? The keys are'
-          f' documented in {base_filename}. A key of your own needs another'
-          ' name, or a place in experiment_kwargs.'
+          f' documented in {base_filename}. If the key is yours, rename it or'
+          ' move it to experiment_kwargs.'
         )
   for key, required in base_cfg.items():
     if key not in config:
@@ -190,18 +188,18 @@ def validate_keys(
       validate_keys(required, config[key], base_filename)
 
 
-# Names of keys, whether their values contradict each other, and what to do.
+# (keys, a function that tells whether their values contradict, advice).
 _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
   (
     'restore_rules restore_from',
     lambda rules, source: rules and not source,
-    'The rules need a checkpoint. Set restore_from to the run that has it.',
+    'The rules need a checkpoint: set restore_from to the run that has it.',
   ),
   (
     'checkpointer restore_from eval_steps early_stop.patience'
     ' early_stop.target',
     lambda kind, *others: kind == 'memory' and {*others} != {None},
-    "The others read checkpoints on disk. Set checkpointer = 'durable'.",
+    "The other keys need checkpoints on disk: set checkpointer = 'durable'.",
   ),
   (
     'early_stop.patience early_stop.target early_stop.metric'
@@ -209,18 +207,18 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[..., Any], str], ...] = (
     lambda patience, target, own, best: (
       (patience, target) != (None, None) and not (own or best)
     ),
-    'Early stopping compares a metric. Set early_stop.metric.',
+    'Early stopping needs a metric: set early_stop.metric.',
   ),
   (
     'xla.pgle_profiling_runs xla.pgle_save xla.pgle_profile',
     lambda *ways: sum(map(bool, ways)) > 1,
-    'Set one: the first is for one run, the others are for two in a row.',
+    'Set only one: the first needs one run, the others need two in a row.',
   ),
 )
 
 
 def check_constraints(config: Mapping[str, Any]) -> None:
-  """Refuses keys that contradict each other."""
+  """Raises UsageError if keys contradict each other."""
   for names, contradict, advice in _CONTRADICTIONS:
     values = {name: config_record.value(config, name) for name in names.split()}
     if contradict(*values.values()):
@@ -228,17 +226,17 @@ def check_constraints(config: Mapping[str, Any]) -> None:
       raise errors.UsageError(f'{given}. {advice}')
 
 
-# Those whose keys are all in the table.
+# In these sections, all keys are in the table.
 _SECTIONS = ('decode', 'early_stop', 'xla')
 
 
 def validate_config(
   config: config_dict.ConfigDict, *, may_be_own: bool = False
 ) -> None:
-  """Raises a UsageError with the first thing that is wrong, by name.
+  """Raises UsageError for the first wrong key or value, with its name.
 
-  With `may_be_own` a wrong value of a key that JAXline does not have is the
-  program's own.
+  With `may_be_own`, the program may use keys that JAXline does not have for
+  itself, so their values are not checked.
   """
   defaults = get_base_config()
   # This finds misspelled keys of a section; `_problems` finds missing ones.
@@ -255,7 +253,7 @@ def validate_config(
 
 
 def _problems(config: Any) -> dict[str, errors.UsageError]:
-  """Maps each key that is wrong, itself or below it, to the error."""
+  """Maps each top-level key whose value, or a subkey, is wrong to an error."""
   found: dict[str, errors.UsageError] = {}
   defaults = get_base_config()
   for key in KEYS:
@@ -267,7 +265,7 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
       if key.name in _SECTIONS and name in config:
         where = f'config.{name}'
         errors.check_names(config[name], defaults[name], 'key', where)
-        if name != 'early_stop':  # A part of it may be given, as of `mesh`.
+        if name != 'early_stop':  # It may be given in part, like `mesh`.
           validate_keys(defaults[name], config[name])
     except errors.UsageError as e:
       found.setdefault(name, e)
@@ -275,15 +273,15 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
 
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
-  """Maps each key that is a program's own to the error of our check."""
+  """Maps each key that the program uses for itself to our check's error."""
   return {k: x for k, x in _problems(config).items() if k in _OTHERS}
 
 
 def complete_config(config: Any) -> Any:
-  """Returns a config with all base keys: itself, or a copy with the defaults.
+  """Returns the config if it has all base keys; otherwise a completed copy.
 
-  A copy of a config that lacks keys ignores losses that are not finite. A copy
-  has the defaults in place of a program's own values: see `programs_view`.
+  If keys are missing, the copy ignores non-finite losses, as JAXline does. The
+  copy has defaults in place of a program's own values: see `programs_view`.
   """
   defaults = get_base_config()
   if not all(key in config for key in defaults):
@@ -311,10 +309,10 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
   return config
 
 
-# The config that a run has recorded in its directory.
+# The file of a run's recorded config, in its directory.
 RECORD = directory_lib.RECORD
-# Keys that are not taken from a record. A pickle and a compiled program can run
-# code, and the file is replaced; the others are about one start.
+# These keys are not read from a record. A pickle and a compiled program can run
+# code, and the output file would be replaced. The others concern one start.
 _NOT_TAKEN = (
   *('checkpoint_allow_pickle', 'compilation_cache', 'decode.output'),
   *('distributed', 'on_config_change'),
@@ -322,14 +320,14 @@ _NOT_TAKEN = (
 
 
 def read_record(directory: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the JSON of a run's config, or raises UsageError."""
+  """Returns the JSON of a run's recorded config, or raises UsageError."""
   try:
     raw = store_lib.at(directory, 'checkpoint_dir').read(RECORD)
     if raw is None:
-      raise ValueError('there is no such file')
+      raise ValueError('no such file')
   except (OSError, ValueError) as e:
     raise errors.UsageError(
-      f'{directory} is no directory of a run: {RECORD}: {e}'
+      f'{directory} is not the directory of a run: {RECORD}: {e}'
     ) from e
   return store_lib.checked(f'{directory}/{RECORD}', raw, config_record.RECORDED)
 
@@ -339,9 +337,9 @@ def recorded_config(
 ) -> config_dict.ConfigDict:
   """Returns the config of a run from its directory, which may have moved.
 
-  The class that it names is not checked: `experiment.resolve_experiment_class`
-  does that. Of the settings of XLA those that name files or programs are left
-  out, with a line on stderr.
+  It does not check the class that the config names, as
+  `experiment.resolve_experiment_class` does. XLA settings that may name files
+  or programs are left out, with a line on stderr.
   """
   place = store_lib.at(os.path.expanduser(directory)).url
   record = read_record(place) | {'checkpoint_dir': place}
@@ -354,18 +352,20 @@ def recorded_config(
           config.update_from_flattened_dict({name: DEFAULTS[name]})
       dropped = xla.drop_places(config.xla)
   except (AttributeError, KeyError, TypeError, ValueError) as e:
-    raise errors.UsageError(f'{directory} is no directory of a run: {e}') from e
+    raise errors.UsageError(
+      f'{directory} is not the directory of a run: {e}'
+    ) from e
   if dropped:
     lines.warn_once(
-      f'{place}: of config.xla, {dropped} may name files or programs and are'
-      ' left out. Set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell to use them,'
+      f'{place}: ignoring {dropped} of config.xla, which may name files or'
+      ' programs. To use them, set XLA_FLAGS or LIBTPU_INIT_ARGS in the shell,'
       ' or override config.xla.pgle_save or pgle_profile.'
     )
   return config
 
 
 def _fill(target: Any, values: Mapping[str, Any]) -> None:
-  """Sets values in a config, whose keys keep their types for flags."""
+  """Sets values in a config; the keys keep their types for flags."""
   for key, value in values.items():
     if isinstance(value, dict):
       if not isinstance(target.get(key), config_dict.ConfigDict):
@@ -377,7 +377,7 @@ def _fill(target: Any, values: Mapping[str, Any]) -> None:
 
 
 def open_nones(config: config_dict.ConfigDict) -> None:
-  """Lets a flag replace each None of a config by a value of any type."""
+  """Lets flags replace each None of a config by a value of any type."""
   for key, value in config.items():
     if isinstance(value, config_dict.ConfigDict):
       open_nones(value)
@@ -391,7 +391,7 @@ def _as_tuples(value: Any) -> Any:
 
 if __name__ == '__main__':
   print(f'# Config keys\n\n{__doc__}')
-  print('| key | default | expected | effect | what it is for |')
+  print('| key | default | expected | effect | purpose |')
   print('|---|---|---|---|---|')
   for key in KEYS:
     print(

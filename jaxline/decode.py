@@ -24,9 +24,9 @@ from jaxline.parallel import distributed
 from jaxline.parallel import prng
 from jaxline.run_directory import logs
 
-# A text, the messages of a conversation, or a dict with `messages` and `tools`.
+# A text, the messages of a chat, or a dict with `messages` and `tools`.
 _Prompt = str | list[dict[str, Any]] | dict[str, Any]
-# Where it is from, and the record that has it.
+# The place of a prompt, such as 'FILE:3', the prompt, and its JSON record.
 _Line = tuple[str, _Prompt, dict[str, Any]]
 _TERMINAL = 'the terminal'
 
@@ -42,20 +42,19 @@ def restored_experiment(
 ) -> tuple[experiment_lib.FullExperiment, int]:
   """Returns an experiment with the weights of a checkpoint, and its step.
 
-  Without a step it takes the newest of `series`. It calls `check` before it
-  reads the weights.
+  A step of None means the newest. `check` is called before reading weights.
   """
   if not checkpointer.can_be_restored(series):
     other = '' if series == 'latest' else ", or set series = 'latest'"
     raise errors.UsageError(
-      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first,'
+      f'{config.checkpoint_dir} has no checkpoint of {series!r}. Train first'
       " with config.checkpointer = 'durable', or give the directory of a run"
       f' that has saved one{other}.'
     )
   if step is not None and step not in (steps := checkpointer.steps(series)):
     raise errors.UsageError(
-      f'step is {step}, but of {series!r} the steps {steps} are kept in'
-      f' {config.checkpoint_dir}.'
+      f'{config.checkpoint_dir} has no checkpoint of step {step}. Of {series!r}'
+      f' it has the steps {steps}.'
     )
   init_rng = experiments.declared(experiment_class).eval_init_rng(config)
   with debug.log_activity('experiment init'):
@@ -68,10 +67,10 @@ def restored_experiment(
 
 
 def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
-  """Yields the prompt of each line. Wrong bytes become U+FFFD."""
+  """Yields the prompt of each line. Invalid bytes become U+FFFD."""
   for number, line in enumerate(source, 1):
     place = f'{path}:{number}'
-    if isinstance(line, str):  # The locale of a UTF-8 terminal may be C.
+    if isinstance(line, str):  # A UTF-8 terminal may have the locale C.
       line = line.encode(errors='surrogateescape')
     text = line.decode(errors='replace')
     is_whole = text.encode() == line
@@ -91,7 +90,7 @@ def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
     given, record = record, files.replace_surrogates(record)
     if not is_whole or record != given:
       lines.warn_once(
-        f'{place} is not valid Unicode; U+FFFD replaces what is wrong.'
+        f'{place} is not valid Unicode; U+FFFD replaces the invalid parts.'
       )
     prompt = record[key]
     if key == 'messages' and record.get('tools') is not None:
@@ -102,20 +101,20 @@ def _records(source: Iterable[str | bytes], path: str) -> Iterator[_Line]:
 def _checked(
   source: Iterable[_Line], experiment: experiment_lib.FullExperiment
 ) -> Iterator[tuple[_Prompt, dict[str, Any]]]:
-  """Yields the prompts that the experiment takes, with their records."""
+  """Yields the prompts that the experiment accepts, with their records."""
   for place, prompt, record in source:
     try:
       experiment.check_prompt(prompt)
     except errors.UsageError as e:
       if not place.startswith(_TERMINAL):
         raise errors.UsageError(f'{place}: {e}') from e
-      lines.print_text(e, sys.stderr)  # Another may be typed.
+      lines.print_text(e, sys.stderr)  # The user can type a new one.
     else:
       yield prompt, record
 
 
 def _typed() -> Iterator[str]:
-  """Asks for lines at the terminal, until Ctrl-D."""
+  """Yields lines that the user types, until Ctrl-D."""
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors='surrogateescape')
   with contextlib.suppress(EOFError):
@@ -125,7 +124,7 @@ def _typed() -> Iterator[str]:
 
 
 def _source(options: config_dict.ConfigDict) -> tuple[Iterable[_Line], int]:
-  """Returns prompts, a file's as a list, and how many to take at once."""
+  """Returns the prompts, as a list if from a file, and the batch size."""
   if (path := options.prompts) is not None:
     try:
       raw = pathlib.Path(path).read_bytes()
@@ -143,13 +142,13 @@ def decode(
   config: config_dict.ConfigDict,
   checkpointer: protocol.FullCheckpointer,
 ) -> None:
-  """Continues the prompts of `config.decode`, until there are no more.
+  """Continues all prompts of `config.decode`; prints and writes the results.
 
-  With several processes the first one reads, prints and writes.
+  With several processes, process 0 reads the prompts and writes.
   """
   options = config.decode
   is_chief = jax.process_index() == 0
-  # First: a model is not restored for a file that is not there.
+  # Read first, so that a missing file is reported before the slow restore.
   source, size = _source(options) if is_chief else ((), 1)
   records: Iterator[tuple[_Prompt, dict[str, Any]]] = iter(())
 
@@ -180,7 +179,7 @@ def decode(
       if not batch:
         break
       prompts = [prompt for prompt, _ in batch]
-      # As many as before: programs are compiled for a number of rows.
+      # Keep the number of rows, for which the programs are compiled.
       rows = max(rows, len(prompts))
       prompts += prompts[-1:] * (rows - len(prompts))
       continued = experiment.decode(prompts, jax.random.fold_in(rng, number))
@@ -194,7 +193,7 @@ def decode(
         for (_, record), continuations in pairs:
           line = {**record, 'continuations': continuations}
           file.write(json.dumps(line, ensure_ascii=False) + '\n')
-        file.flush()  # What is shown is safe.
+        file.flush()  # Whatever is shown is on disk.
         for (prompt, _), continuations in pairs:
           _show(prompt, continuations)
   if is_chief:
@@ -209,8 +208,8 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
   path = pathlib.Path(output or folder / f'step_{step}.jsonl')
   if prompts is not None and path.resolve() == pathlib.Path(prompts).resolve():
     raise errors.UsageError(
-      f'config.decode.output is {output!r}, the file of the'
-      ' prompts, which would be lost. Give another, or None.'
+      f'config.decode.output is {output!r}, which is the file of the prompts'
+      ' and would be overwritten. Give a different file, or None.'
     )
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +221,7 @@ def _open(config: config_dict.ConfigDict, step: int) -> TextIO:
 
 
 def _open_new(path: pathlib.Path) -> TextIO:
-  """Opens a new file: NAME, or the first of NAME_2, NAME_3 ... that is free."""
+  """Creates a file: NAME, or the first of NAME_2, NAME_3 ... that is free."""
   name, number = path, 1
   while True:
     try:
@@ -233,7 +232,7 @@ def _open_new(path: pathlib.Path) -> TextIO:
 
 
 def _show(prompt: _Prompt, continuations: list[dict[str, Any]]) -> None:
-  """Prints a prompt and what follows it."""
+  """Prints a prompt and its continuations."""
   if not isinstance(prompt, str):
     given = prompt if isinstance(prompt, dict) else {'messages': prompt}
     pairs: list[Any] = [('tools', x) for x in given.get('tools', [])]

@@ -1,21 +1,51 @@
-"""Errors that are printed as one line, and suggestions of similar names."""
+"""Errors printed as one line, links to their remedies, and similar names."""
 
 from collections.abc import Collection, Iterable
 import difflib
 import re
 from typing import Any
 
+# Finds the section of docs/troubleshooting.md that a message needs, by name.
+_SECTIONS = re.compile(
+  r"(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))|(?P<nan>not finite)"
+  r'|(?P<unknown_flags>Unknown command line flag|expected flags|Expected --)'
+  r'|(?P<class_not_found>experiment_class is)|(?P<hang>no sign of life)'
+  r"|(?P<missing_packages>No module named|pip install -e ')"
+  r'|(?P<missing_files>No files found|cannot be read|file such as|\.tokens`)'
+  r'|(?P<no_accelerator>_ensure_tpu)|(?P<wrong_results>was computed twice)'
+  r'|(?P<uneven_batch>do(es)? not divide|sizes whose product)'
+  r'|(?P<out_of_memory>RESOURCE_EXHAUSTED(?!.*No space left))'
+  r'|(?P<no_space_left>No space left|File too large|quota exceeded)'
+  r'|(?P<permission_denied>Permission denied|Read-only|can be written in)'
+  r'|(?P<changed_config>different config, so)|(?P<changed_model>fit the model)'
+  r'|(?P<changed_data>cannot continue from|position cannot be set)'
+  r'|(?P<damaged_checkpoint>(checksum|CRC-32C) of|that is intact|is damaged: )'
+  r'|(?P<checkpoint_format>different format)|(?P<refused_values>cannot hold)'
+  r'|(?P<directory_in_use>is in use: |another run has taken over)'
+  r'|(?P<unshared_directory>cannot see)|(?P<process_count>processes saved)'
+  r'|(?P<different_scalars>scalars from evaluate)|(?P<lost_process>has lost)'
+  r'|(?P<worker_exit_codes>Worker process was)|(?P<ended_input>input ended)',
+  re.DOTALL,
+)
+
+
+def link(text: str) -> str:
+  """Returns ' (see ...)' for the message of an error; '' without a section."""
+  found = _SECTIONS.search(text)
+  name = str(found.lastgroup).replace('_', '-') if found else ''
+  return f' (see docs/troubleshooting.md#{name})' if found else ''
+
 
 class UsageError(ValueError):
   """The command line, the config or a file that it names is wrong.
 
-  `platform.main` prints only the message (what was got, what was expected, what
-  to do) and ends with code 2.
+  `platform.main` prints only the message, and ends with code 2. The message has
+  what was got, what was expected, and what to do.
   """
 
 
 class RunError(Exception):
-  """A run cannot go on, and the message says all that its user needs.
+  """A run cannot continue, and its user needs no traceback.
 
   `platform.main` prints only the message, and ends with code 1.
   """
@@ -30,7 +60,7 @@ class StopTraining(Exception):
 
   def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):
     super().__init__(f'{why} To train on, {how}.' if how else why)
-    self.is_noted = bool(how)  # The notes of the run say it.
+    self.is_noted = bool(how)  # The notes of the run contain it.
 
 
 class MissingFileError(UsageError, FileNotFoundError):
@@ -49,8 +79,8 @@ _LOST = re.compile(
 
 
 def is_lost_process(error: BaseException) -> bool:
-  """Returns whether JAX has raised an error since another process is gone."""
-  # Not an OSError, such as of a server of data.
+  """Returns whether JAX raised an error because another process is gone."""
+  # An OSError may come from a server of data.
   is_jaxs = isinstance(error, (RuntimeError, ValueError))
   return is_jaxs and bool(_LOST.search(str(error)))
 
@@ -75,11 +105,7 @@ def check_names(
   where: str,
   note: str = '',
 ) -> None:
-  """Raises a UsageError for the first name that is not valid.
-
-  Its message has the kind of the name (`what`), its place (`where`), the most
-  similar valid name and the `note`.
-  """
+  """Raises a UsageError for an invalid name; it names `what` and `where`."""
   for name in names:
     if name not in valid:
       raise UsageError(

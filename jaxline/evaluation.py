@@ -1,4 +1,4 @@
-"""Evaluates weights, keeps the best ones, and notes what is evaluated."""
+"""Evaluates checkpoints, saves the best, and records the evaluated steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -32,7 +32,7 @@ def restore(
   step: int | None = None,
   series: str = 'latest',
 ) -> None:
-  """Restores a checkpoint; None is the newest."""
+  """Restores a checkpoint; a step of None means the newest."""
   with debug.log_activity('checkpoint restore', category='restore'):
     checkpointer.restore(series, step=step)
 
@@ -40,17 +40,17 @@ def restore(
 def listed_steps(
   config: Any, checkpointer: protocol.FullCheckpointer
 ) -> list[int | None] | None:
-  """Returns the steps that the config lists; None if it lists none.
+  """Returns the steps that the config asks to evaluate; None means every one.
 
-  In the list None is the newest checkpoint. The list is empty if
+  A None in the list means the newest checkpoint. An empty list means that
   `one_off_evaluate` evaluates untrained weights.
   """
   if config.eval_steps is not None:
     kept = checkpointer.steps('latest')
     if not kept:
       raise errors.UsageError(
-        f'config.eval_steps is {config.eval_steps!r} but there is no checkpoint'
-        f" of 'latest' in {config.checkpoint_dir}. Train first."
+        f'config.eval_steps is {config.eval_steps!r}, but'
+        f" {config.checkpoint_dir} has no checkpoint of 'latest'. Train first."
       )
     if config.eval_steps == 'all':
       return [*kept]
@@ -65,19 +65,19 @@ def listed_steps(
   if config.eval_initial_weights:
     return []
   raise errors.UsageError(
-    'config.one_off_evaluate is True but there is no checkpoint of'
-    f" 'latest' to evaluate in {config.checkpoint_dir}. Train first, or set"
+    f'config.one_off_evaluate is True, but {config.checkpoint_dir} has no'
+    " checkpoint of 'latest'. Train first, or set"
     ' config.eval_initial_weights = True to evaluate untrained weights.'
   )
 
 
 class Evaluation:
-  """An experiment that is evaluated, and what is noted of its evaluations.
+  """An experiment to evaluate, and the notes about its evaluations.
 
   Attributes:
     experiment: the experiment.
-    done: the steps that are evaluated, by earlier processes as well.
-    last: the step that was evaluated last; None if there is none.
+    done: the evaluated steps, including those of earlier processes.
+    last: the step that was evaluated last, or None.
     noted: the evaluations that early stopping compares.
   """
 
@@ -97,20 +97,19 @@ class Evaluation:
     """Reads the notes, and restores the best value so far.
 
     Args:
-      experiment: made by `experiments.construct`, in a mode of evaluation.
-      config: the run's.
+      experiment: made by `experiments.construct` in an evaluation mode.
+      config: the run's config.
       checkpointer: has the live state of `latest`, and keeps `best`.
       log: gets the scalars, and is passed to `evaluate`.
-      console: shows them.
-      name: the log's, for the terminal.
+      console: shows the scalars.
+      name: the name of the log, for the terminal.
       starts_as_run: whether the experiment has the initial weights of training:
-        true in the sharded style, false in JAXline's.
-      keeps_best: whether this process saves the series `best`, if the config
-        names a metric.
-      until: steps after it count as not evaluated; given by `train_and_eval`.
+        True in the sharded style, False in the per-device style.
+      keeps_best: whether this process saves `best`, if there is a metric.
+      until: later steps count as not evaluated; set by `train_and_eval`.
     """
     self.experiment, self._config = experiment, config
-    # Whether all processes evaluate the same steps, if there are several.
+    # Compare the scalars only if all processes evaluate the same steps.
     together = checkpointer.directory.keeps or until < math.inf
     self._compares = together and jax.process_count() > 1
     self._differed: set[str] = set()
@@ -134,12 +133,12 @@ class Evaluation:
   def __call__(self, state: Any, is_of_run: bool = True) -> None:
     """Evaluates the weights at the step of `latest`, and writes the scalars.
 
-    `is_of_run` is whether training has had these weights at this step. Only
-    then may they be the best, and the step is noted as evaluated.
+    `is_of_run` tells whether training had these weights at this step. Only
+    such weights can become the best, and only their step is noted as evaluated.
     """
     step = int(state.global_step)
     self._console.evaluating(step)
-    if is_of_run:  # Already now: `evaluate` may raise StopTraining.
+    if is_of_run:  # Before `evaluate`, which may raise StopTraining.
       self.done.add(step)
     global_step, rng = self._inputs(step)
     self.experiment.num_evaluated = sum(s < step for s in self.done)
@@ -165,17 +164,17 @@ class Evaluation:
     is_over: Callable[[], bool],
     check: Callable[[int], None],
   ) -> None:
-    """Evaluates each new checkpoint, until training makes no further one.
+    """Evaluates each new checkpoint until training has ended.
 
     Args:
       state: the live state of `latest`.
       is_over: returns whether training has ended.
-      check: called before each look with the step that was evaluated last, 0 if
-        there is none; raises an error if a signal ends the run.
+      check: called before each poll with the step that was evaluated last (0 if
+        none); raises an error if a signal ends the run.
     """
     config, checkpointer = self._config, self._checkpointer
     # Training saves its initial weights with `restore_from`, or if asked to.
-    # Wait for this checkpoint, unless the weights here are the same.
+    # Wait for this checkpoint, unless this experiment has the same weights.
     is_saved = config.restore_from or (
       config.save_initial_train_checkpoint and not self._starts_as_run
     )
@@ -186,7 +185,7 @@ class Evaluation:
     is_last = False
     while not is_last:
       check(self.last or 0)
-      # Read before `restore_next`, so that a checkpoint saved just before the
+      # Ask before `restore_next`, so that a checkpoint saved just before the
       # end is still evaluated.
       is_last = is_over()
       is_restored = restore_next(self.done)
@@ -196,7 +195,7 @@ class Evaluation:
         initial_is_due = False
         self(state, is_restored or self._starts_as_run)
         self.wait()
-        # As in JAXline: nothing after the last step is looked at.
+        # Stop after the last step, as in JAXline.
         is_last = not self._directory.keeps and self.is_of_last_step()
       elif not is_last:
         self._console.log_waiting(self.last, config.checkpoint_dir)
@@ -204,13 +203,13 @@ class Evaluation:
           time.sleep(max(_POLL_SECS, self._directory.poll_secs))
 
   def _agreed(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns process 0's scalars, after it has compared them with all others.
+    """Compares the scalars of all processes; returns process 0's.
 
-    It warns of a difference once.
+    It warns once about each scalar that differs.
 
     Raises:
-      UsageError: the metric of `best` or of early stopping differs. A program
-        of JAXline gets the warning, since it may evaluate in process 0 alone.
+      UsageError: the metric of `best` or of early stopping differs. JAXline
+        programs only get the warning: they may evaluate in process 0 only.
     """
     if not self._compares:
       return scalars
@@ -223,14 +222,14 @@ class Evaluation:
     keys = {self._config.best_model_eval_metric, metric}
     is_own = isinstance(self.experiment, experiment_lib.FullExperiment)
     is_wrong = is_own and not keys.isdisjoint(differences)
-    if is_wrong or differences.keys() - self._differed:
+    if differences.keys() - self._differed:
       self._differed.update(differences)
       text = '; '.join(f'{name} is {x}' for name, x in differences.items())
       text = f'The processes return different scalars from evaluate: {text}.'
       if is_wrong:
         raise errors.UsageError(
-          f'{text} The best weights are chosen by them: compute them from the'
-          ' data of all processes, as reduce_outputs does (docs/metrics.md).'
+          f'{text} The run chooses the best weights by them. Compute them from'
+          ' the data of all processes, as reduce_outputs does (docs/metrics.md).'
         )
       logging.warning('%s The run uses the scalars of process 0.', text)
     return agreed
@@ -265,7 +264,7 @@ class Evaluation:
     self._console.log_best(name, value, step)
 
   def is_of_last_step(self) -> bool:
-    """Returns whether the step evaluated last is the last of training."""
+    """Returns whether the last evaluated step is the last one of training."""
     should_run_step = self.experiment.should_run_step
     return self.last is not None and not should_run_step(
       self.last, self._config
@@ -280,24 +279,24 @@ class Evaluation:
 def _restored_best(config: Any, checkpointer: protocol.FullCheckpointer) -> Any:
   """Returns the live state of the series `best`, without weights.
 
-  Its value is the best one so far, or an infinity if none was saved.
+  Its value is the best so far, or the worst infinity if none was saved.
   """
   state = checkpointer.get_experiment_state('best')
   # A restore replaces only entries that the state has.
   state.best_model_eval_metric = state.best_eval_metric_value = None
-  # Now, so that a conflict is reported before the first evaluation.
+  # Claim it now, so that a conflict is reported before the first evaluation.
   checkpointer.directory.claim('best')
   if checkpointer.can_be_restored('best'):
     try:
       restore(checkpointer, series='best')
     except store_lib.DamagedError as e:
-      # The weights that count are those of `latest`.
-      logging.error('The series best begins anew: %s', e)
+      # Continue without it: `latest` has the weights that matter.
+      logging.error('The series best starts from scratch: %s', e)
   old, metric = state.best_model_eval_metric, config.best_model_eval_metric
   if old != metric:
     if old is not None:
       logging.warning(
-        'The series best was of %r; now it is of %r.', old, metric
+        'The metric of the series best was %r; now it is %r.', old, metric
       )
     state.best_model_eval_metric = metric
     state.best_eval_metric_value = -math.inf * notes.direction(config)
@@ -305,7 +304,7 @@ def _restored_best(config: Any, checkpointer: protocol.FullCheckpointer) -> Any:
 
 
 def _differences(scalars: Sequence[Mapping[str, float]]) -> dict[str, str]:
-  """Returns the values of each name that differs, with their processes."""
+  """Maps each scalar that differs to its values and their processes."""
   found = {}
   for name in dict.fromkeys(name for own in scalars for name in own):
     values = [repr(own.get(name)) for own in scalars]  # A NaN equals itself.
@@ -316,7 +315,7 @@ def _differences(scalars: Sequence[Mapping[str, float]]) -> dict[str, str]:
 
 
 def _metric(key: str, metric: str, scalars: Mapping[str, Any]) -> float:
-  """Returns the metric of `config.<key>`."""
+  """Returns the scalar that `config.<key>` names."""
   values = writers.to_scalars(scalars)
   valid, what = sorted(values), 'scalar of evaluate'
   errors.check_names([metric], valid, what, f'config.{key}')

@@ -1,4 +1,4 @@
-"""JAXline's contract between an experiment and the loops; the training loop."""
+"""The base classes of experiments (JAXline's API), and the training loop."""
 
 import abc
 import collections
@@ -30,24 +30,24 @@ _NO_TRACE = contextlib.nullcontext()
 
 Scalars = Mapping[str, Any]
 StopTraining = errors.StopTraining
-# (global_step, state key) -> the arguments of `step` (global_step, rng), and
-# the state key of the next step.
+# Maps (global_step, state key) to the arguments of `step` (global_step, rng)
+# and the state key of the next step.
 StepInputs = Callable[[int, jax.Array], tuple[Any, Any, jax.Array]]
 
 
 class AbstractExperiment(abc.ABC):
-  """An experiment: its state, one step of training, one evaluation.
+  """An experiment: its state, one training step and one evaluation.
 
   This is the per-device style: the arguments of `step` and `evaluate` have a
-  leading axis of local devices, ready for `jax.pmap`.
-  `sharded.ShardedExperiment` is the style with one program over a mesh.
+  leading axis of local devices, ready for `jax.pmap`. In the sharded style,
+  `sharded.ShardedExperiment`, a step is one program over a mesh.
 
   Attributes:
     CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for values with a
-      leading axis of local devices whose rows are all the same. The first
-      device's row is stored, and broadcast to all local devices on restore.
-    NON_BROADCAST_CHECKPOINT_ATTRS: the same for all other values; they are
-      stored whole.
+      leading axis of local devices whose rows are all equal. A checkpoint
+      stores the first row; a restore broadcasts it to all local devices.
+    NON_BROADCAST_CHECKPOINT_ATTRS: attribute -> name in the checkpoint, for all
+      other values. A checkpoint stores them unchanged.
   """
 
   CHECKPOINT_ATTRS: dict[str, str] = {}
@@ -58,8 +58,8 @@ class AbstractExperiment(abc.ABC):
     """Constructs the experiment.
 
     Args:
-      mode: 'train', 'decode', or the mode of evaluation, such as 'eval'.
-      init_rng: the key to initialise weights from.
+      mode: 'train', 'decode', or an evaluation mode such as 'eval'.
+      init_rng: the random key for initializing the weights.
     """
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
@@ -76,43 +76,43 @@ class AbstractExperiment(abc.ABC):
     `def step(self, global_step, **unused)`.
 
     Args:
-      global_step: the number of steps done before, [local devices] int32.
+      global_step: number of steps completed so far, [local devices] int32.
       rng: a fresh key for each local device, [local devices, ...].
-      writer: for logging beyond the returned scalars; the loops give one.
+      writer: for logging more than the returned scalars; the loops pass one.
 
     Returns:
-      Scalars to log, or None. Leave them on the device: they are fetched on
-      another thread when they are due. From `tokens_per_step` and
-      `examples_per_step`, `tokens_per_sec` and `examples_per_sec` are computed
-      and logged too.
+      Scalars to log, or None. Leave them on the device: a background thread
+      fetches them when they are due. If you return `tokens_per_step` or
+      `examples_per_step`, the loop also logs `tokens_per_sec` or
+      `examples_per_sec`.
 
     Raises:
-      StopTraining: ends the run before this step.
+      StopTraining: to end the run before this step.
     """
 
   @abc.abstractmethod
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> Scalars | None:
-    """Runs one whole evaluation.
+    """Runs one evaluation over all of its data.
 
     Args:
-      global_step: the step that is evaluated, [local devices] int32.
+      global_step: the training step of the weights, [local devices] int32.
       rng: keys as for `step`, but the same at every call.
-      writer: for logging beyond the returned scalars.
+      writer: for logging more than the returned scalars.
 
     Returns:
       Scalars to log.
 
     Raises:
-      StopTraining: ends the run; this evaluation is not logged.
+      StopTraining: to end the run; this evaluation is not logged.
     """
 
   def should_run_step(
     self, global_step: int, config: config_dict.ConfigDict
   ) -> bool:
-    """Returns whether to run the step of this number."""
-    steps = config['training_steps']  # As an attribute it takes 0.5 us more.
+    """Returns whether to run a step after `global_step` completed steps."""
+    steps = config['training_steps']  # Attribute access takes 0.5 us more.
     return steps is None or global_step < steps
 
   def train_loop(
@@ -122,15 +122,15 @@ class AbstractExperiment(abc.ABC):
     periodic_actions: Sequence[periodic.Action],
     writer: writers.MetricWriter | None = None,
   ) -> None:
-    """Runs steps until `should_run_step` says no.
+    """Runs steps until `should_run_step` returns False.
 
     Args:
       config: the run's config.
-      state: the live state of the series `latest`; its `global_step` and
-        `train_step_rng` are kept up to date.
+      state: the live state of the series `latest`; the loop updates its
+        `global_step` and `train_step_rng` after each step.
       periodic_actions: each is called after each step as
         `action(time, global_step, scalars)`.
-      writer: handed to `step`.
+      writer: passed to `step`.
     """
     actions = tuple(periodic_actions)
     step_inputs = (
@@ -151,7 +151,7 @@ class AbstractExperiment(abc.ABC):
             done = self._scalars_of_done(step + 1)
             if done is None:
               raise
-            scalars, stop = done, e  # Raised after the update: it counts.
+            scalars, stop = done, e  # The update is done, so the step counts.
         check_scalars(scalars, self, 'step')
         # The state's step and key change together: a checkpoint must not hold
         # one without the other.
@@ -160,8 +160,8 @@ class AbstractExperiment(abc.ABC):
         now = time.time()
         for action in actions:
           action(now, step, scalars)
-        # Wait for the step before only now, with this one queued: the devices
-        # never idle, and the host never runs further ahead.
+        # Wait for an earlier step only after this one is queued: the devices
+        # never idle, and the host runs ahead by a bounded number of steps.
         in_flight.append(scalars_lib.leaves(scalars))
         if len(in_flight) >= max_in_flight:
           _wait(in_flight.popleft())
@@ -169,9 +169,9 @@ class AbstractExperiment(abc.ABC):
           raise stop
 
   def _scalars_of_done(self, step: int) -> Scalars | None:
-    """Returns the scalars of a step that raised StopTraining once it was done.
+    """Returns the scalars of a step that raised StopTraining after its update.
 
-    None says that the step has changed nothing, and does not count.
+    None means that the step changed nothing and does not count.
     """
     return None
 
@@ -187,8 +187,8 @@ class AbstractExperiment(abc.ABC):
     """
     if not self.CHECKPOINT_ATTRS and not self.NON_BROADCAST_CHECKPOINT_ATTRS:
       logging.warning(
-        '%s has neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS:'
-        ' its checkpoints hold no weights.',
+        '%s sets neither CHECKPOINT_ATTRS nor NON_BROADCAST_CHECKPOINT_ATTRS,'
+        ' so its checkpoints hold no weights.',
         type(self).__name__,
       )
     snapshot = {
@@ -200,10 +200,10 @@ class AbstractExperiment(abc.ABC):
     return snapshot
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores what `snapshot_state` returned.
+    """Restores a state that `snapshot_state` returned.
 
     Raises:
-      ValueError: a name is missing; then nothing was changed.
+      ValueError: a name is missing; nothing has been changed.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     if missing := sorted(set(names.values()) - set(snapshot_state)):
@@ -215,10 +215,9 @@ class AbstractExperiment(abc.ABC):
       attribute: devices.layout(getattr(self, attribute, None))
       for attribute in self.NON_BROADCAST_CHECKPOINT_ATTRS
     }
-    # Delete all old values before making any new one, so that the devices need
-    # not hold both.
+    # Delete all old values first, so that the devices never hold both.
     for attribute in names:
-      # A default in the class body cannot be deleted.
+      # `delattr` fails for a default that only the class has.
       with contextlib.suppress(AttributeError):
         delattr(self, attribute)
     for attribute, name in self.CHECKPOINT_ATTRS.items():
@@ -232,38 +231,38 @@ class AbstractExperiment(abc.ABC):
     """Called before each save of the series `best`.
 
     Args:
-      best_state: the state about to be saved; entries may be added.
+      best_state: the state about to be saved; you may add entries.
     """
     del best_state
 
 
 class FullExperiment(AbstractExperiment, stateful.Stateful):
-  """An experiment with all that the library can ask of one.
+  """An experiment with every method and attribute that the library uses.
 
-  `sharded.ShardedExperiment` derives from it, and an experiment of the
-  per-device style that sets one of these names must too. A program of JAXline
-  may use the same names for anything: of other classes the library reads those
-  of `AbstractExperiment` only (see `compat.experiments.full_experiment`).
+  `sharded.ShardedExperiment` derives from it. Derive from it in the per-device
+  style too, if your experiment sets one of these names. An original JAXline
+  program may use the names for anything, so of all other classes the library
+  reads only the names of `AbstractExperiment` (see
+  `compat.experiments.full_experiment`).
 
   Attributes:
     FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
-      the loss and the gradients were finite, else 1, or 2 for the loss, 3 for
-      the gradients and 4 for both, or with `config.on_nonfinite = 'skip'` the
-      number of such steps in a row.
-    on_nonfinite: what the loop does after a step that is not finite if
-      `config.on_nonfinite` is None.
-    run_config: the config of the run, if the experiment reads its keys of
-      sharded steps; else None.
-    num_evaluated: the number of earlier steps that were evaluated, in this
-      process or before the run was resumed; set before each `evaluate`.
-    data_summary: what the data is, in a line for the terminal.
-    last_batch: the batch of the last step on the devices; None if unknown.
-    traced_batch: the shapes of the batch for which one program of the step was
-      compiled last; None if the step is no such program.
+      the loss and the gradients were finite; otherwise 1, or 2 for the loss, 3
+      for the gradients and 4 for both. With `config.on_nonfinite = 'skip'` it
+      counts consecutive steps that were not finite.
+    on_nonfinite: default of `config.on_nonfinite`, used if the key is None.
+    run_config: the run's config, if the experiment reads the keys for sharded
+      steps; otherwise None.
+    num_evaluated: number of earlier steps that were evaluated, including those
+      before the run was resumed; set before each `evaluate`.
+    data_summary: one line for the terminal that describes the data.
+    last_batch: the batch of the last step, on the devices; None if unknown.
+    traced_batch: the batch shapes of the step's last compilation; None if the
+      step is not one compiled program.
   """
 
   FLAGS_NONFINITE: bool = False
-  # JAXline continues after a NaN, and its experiments may log one on purpose.
+  # JAXline continues after a NaN; its experiments may log one deliberately.
   on_nonfinite: str = 'warn'
   run_config: Any = None
   num_evaluated: int = 0
@@ -273,19 +272,19 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
 
   @classmethod
   def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
-    """Returns the key that an experiment outside of training initialises from.
+    """Returns the initialization key for evaluating and decoding.
 
-    As in JAXline, it is not the one of training, which is split from it.
+    As in JAXline, it differs from the training key, which is split from it.
     """
     return jax.random.PRNGKey(config.random_seed)
 
   def overrides(self, method: str) -> bool:
-    """Returns whether this has its own method instead of the default."""
+    """Returns whether the class replaces this default method."""
     found = getattr(getattr(self, method), '__func__', None)
     return found is not getattr(FullExperiment, method)
 
   def summary(self) -> dict[str, str]:
-    """Returns name -> text of lines that the terminal shows at the start."""
+    """Returns the lines that the terminal shows at the start: name -> text."""
     names = self.CHECKPOINT_ATTRS.items()
     found = [k for k, name in names if 'param' in f'{k} {name}']
     own = stateful.live(self)
@@ -295,9 +294,9 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     return {'Parameters': lines.weights(weights), 'Data': self.data_summary}
 
   def step_inputs(self, config: config_dict.ConfigDict) -> StepInputs:
-    """Returns the function that makes the arguments of each step.
+    """Returns a function that makes the arguments of each step.
 
-    `config.random_mode_train` says which hosts and devices get the same keys.
+    `config.random_mode_train` decides which hosts and devices share a key.
     """
     return _device_step_keys(config)
 
@@ -306,8 +305,8 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
   ) -> Callable[[int], tuple[Any, Any]]:
     """Returns a function that maps a step to the arguments of `evaluate`.
 
-    `config.random_mode_eval` says which hosts and devices get the same keys,
-    which are those of `rng` each time.
+    Every evaluation gets the same keys, derived from `rng`.
+    `config.random_mode_eval` decides which hosts and devices share a key.
     """
     mode = keys.value_of(config, prng.KEYS, 'random_mode_eval')
     host_id = prng.host_id_devices_for_rng(mode)
@@ -323,34 +322,34 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     )
 
   def check_prompt(self, prompt: Any) -> None:
-    """Raises an `errors.UsageError` for a prompt that `decode` does not take.
+    """Raises `errors.UsageError` for a prompt that `decode` does not support.
 
-    It is called before the weights are restored. A list has the messages of a
-    conversation, and a dict `messages` and `tools`; here only text is taken.
+    It is called before the weights are restored. A prompt is a text, a list of
+    chat messages, or a dict with `messages` and `tools`; by default, only text.
     """
     if not isinstance(prompt, str):
       raise errors.UsageError(
-        f'{type(self).__name__} has no chats; expected text, as "prompt".'
+        f'{type(self).__name__} does not support chats. Give text, as "prompt".'
       )
 
   def decode(
     self, prompts: Sequence[Any], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts; used by `--jaxline_mode=decode` only.
+    """Continues prompts; called only by `--jaxline_mode=decode`.
 
     The experiment was constructed with the mode 'decode', and its weights are
     restored. It should not open training data, which may be missing.
 
     Args:
-      prompts: what `check_prompt` takes, the same number at each call. The last
-        prompts of a file are padded with others, whose continuations are
-        ignored.
-      rng: one key, a different one at each call.
+      prompts: prompts that `check_prompt` accepted, the same number at each
+        call. The last ones of a file are padded with copies, whose
+        continuations are ignored.
+      rng: one key, different at each call.
 
     Returns:
-      For each prompt its continuations: dicts of JSON values with the entry
-      'text' and others such as 'score'. All processes get the same prompts and
-      must return the same continuations.
+      A list of continuations for each prompt: dicts of JSON values with the
+      entry 'text' and others such as 'score'. All processes get the same
+      prompts and must return the same continuations.
 
     Raises:
       NotImplementedError: the experiment cannot continue prompts.
@@ -358,10 +357,10 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     raise NotImplementedError(f'{self.__class__.__name__} has no `decode`.')
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore reads an entry or an array.
+    """Returns whether a restore should read an entry or an array.
 
-    By default all entries of the attributes are read, or all entries if a class
-    has its own `snapshot_state`.
+    By default it reads the entries of the checkpoint attributes, or all entries
+    if the class overrides `snapshot_state`.
     """
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     return self.overrides('snapshot_state') or any(
@@ -369,14 +368,14 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     )
 
   def share_state(self, trained: AbstractExperiment) -> None:
-    """Takes over the live state of an experiment in training without copies.
+    """Shares the live state of an experiment in training, without copies.
 
     `train_and_eval` calls this on its evaluating experiment before each
-    evaluation. Training waits meanwhile, so that no buffer is donated.
+    evaluation. Training is paused, so no buffer is donated.
     """
     if self.overrides('snapshot_state'):
-      # The override alone knows the state. It is copied, since the next step
-      # may donate the arrays of the snapshot.
+      # Only the override knows what the state is. Copy it: the next step may
+      # donate the arrays of the snapshot.
       snapshot = jax.tree.map(devices.freeze, trained.snapshot_state())
       self.restore_from_snapshot(snapshot)
       return
@@ -402,28 +401,28 @@ def resolve_experiment_class(
 
 def check_scalars(scalars: Any, experiment: Any, method: str) -> None:
   """Raises TypeError if a method returned neither a mapping nor None."""
-  # Not by its class: a ConfigDict is no Mapping.
+  # Test for `items` instead of Mapping, which ConfigDict does not derive from.
   if scalars is not None and not hasattr(scalars, 'items'):
     raise TypeError(
       f'{experiment.__class__.__name__}.{method} returned a'
-      f' {type(scalars).__name__}: {scalars!r:.80}; expected a dict of scalars,'
+      f' {type(scalars).__name__}: {scalars!r:.80}. Return a dict of scalars,'
       " such as {'loss': loss}, or None."
     )
 
 
 def max_steps_in_flight(config: config_dict.ConfigDict) -> int:
-  """Returns how many steps may be dispatched and not finished."""
+  """Returns the maximum number of dispatched steps that have not finished."""
   steps = keys.value_of(config, devices.KEYS, 'max_steps_in_flight')
   if steps is not None:
     return steps
-  # Programs of several CPU devices wait for each other in one thread pool; two
-  # of them at once can starve it for ever.
+  # A program on several CPU devices blocks threads of one pool while its
+  # devices wait for each other; two such programs at once can deadlock.
   several = jax.local_device_count() > 1
   return 1 if jax.default_backend() == 'cpu' and several else 2
 
 
 def _trace(step: int) -> contextlib.AbstractContextManager[Any]:
-  """Returns the mark of a step for a trace, if one is being made."""
+  """Returns a context that marks a step in the profiler's trace, if any."""
   if not jax.profiler.StepTraceAnnotation.is_enabled():
     return _NO_TRACE
   return jax.profiler.StepTraceAnnotation('train', step_num=step)
@@ -432,11 +431,11 @@ def _trace(step: int) -> contextlib.AbstractContextManager[Any]:
 def _wait(leaves: list[Any]) -> None:
   has_waited = False
   for x in leaves:
-    # A number, or an array whose buffer the experiment has donated.
+    # Skip numbers, and arrays whose buffer the experiment has donated.
     if not hasattr(x, 'is_ready') or x.is_deleted():
       continue
-    # Block once: it releases Python's lock and raises this step's error. Errors
-    # of other programs surface when they are fetched.
+    # Block once: this releases the GIL and raises this step's error. Errors of
+    # other programs surface when their results are fetched.
     if not has_waited or not x.is_ready():
       x.block_until_ready()
       has_waited = True

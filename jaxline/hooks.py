@@ -1,4 +1,4 @@
-"""What is done after each step of training, in which order, and why."""
+"""Builds the ordered list of actions that run after each training step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,19 +33,19 @@ def make_hooks(
 ) -> list[periodic.Action]:
   """Returns the actions after each step, called as `hook(time, step, scalars)`.
 
-  `train_and_eval` adds the evaluation behind them, and the last hook of all
-  ends the run if a signal, an error or a note asks for it.
+  `train_and_eval` appends the evaluation. After it, `Training.run` appends a
+  last hook, which ends the run on a signal, an error or a note.
 
   Args:
-    config: the run's.
-    experiment: in training.
-    guard: judges whether losses and gradients are finite.
+    config: the run's config.
+    experiment: the experiment in training.
+    guard: checks that losses and gradients are finite.
     budget: ends the run after `config.max_seconds`.
-    given: the program's own actions.
+    given: the actions that the program added.
     console: shows the newest scalars.
     log: gets the scalars.
-    agreement: lets all processes act at one step at intervals of seconds.
-    save: saves `latest`.
+    agreement: makes all processes act at the same step at timed intervals.
+    save: saves the series `latest`.
     is_logged: whether the program wants scalars to be written.
   """
   add_rates = rates.Rates(experiment)
@@ -54,9 +54,9 @@ def make_hooks(
     return add_rates(guard.without_flag(scalars))
 
   growth = config.periodic_action_growth_ratios
-  # First: nothing is done with a step that is not finite.
+  # The guard comes first, so that no hook acts on a non-finite step.
   hooks: list[periodic.Action] = [guard]
-  # These two measure steps: later hooks take time of their own.
+  # The budget and the profiler time the steps, so they precede slower hooks.
   if config.max_seconds is not None:
     hooks.append(budget)
   if config.profile_steps and config.checkpoint_dir is not None:
@@ -76,11 +76,11 @@ def make_hooks(
         log_all_data=config.log_all_train_data,
       )
     )
-  # Another process may have the file, and all compute it together.
+  # If there are several processes, all must compute, and one keeps the file.
   is_kept = log.takes('fingerprints') or jax.process_count() > 1
   if config.fingerprint and is_kept:
     hooks.append(fingerprints.FingerprintHook(log, experiment))
-  # After the logs: the checkpoint waits for what was logged before it.
+  # Saving follows logging: a checkpoint waits for the records before it.
   if (config.save_checkpoint_interval or 0) > 0:
     hooks.append(
       SynchronizedEvery(
@@ -96,7 +96,7 @@ def make_hooks(
 
 
 class SynchronizedEvery(periodic.Every):
-  """Is due at the same step in all processes, by the clock of process 0."""
+  """Runs at the same step in all processes, by the clock of process 0."""
 
   def __init__(
     self, agreement: distributed.Agreement, name: str, *args: Any, **kwargs: Any
@@ -106,8 +106,8 @@ class SynchronizedEvery(periodic.Every):
 
   def _is_due(self, t: float, step: int) -> bool:
     is_due = super()._is_due(t, step)
-    # Intervals of steps, and of 0 seconds (each step), are the same in all
-    # processes. Only clocks differ.
+    # Intervals in steps, or of 0 seconds (each step), need no agreement: only
+    # clocks differ between processes.
     if self._by_steps or not self._interval:
       return is_due
     agreed = self._agreement.is_due(self._name, step, is_due)

@@ -1,13 +1,12 @@
-"""Starts a program as several processes of this machine's CPU, for testing.
+"""Starts a program as several CPU processes on this machine, for testing.
 
     python -m jaxline.launch --processes 4 --devices-per-process 2 -- \\
         python experiment.py --config=configs/lm.py
 
-is a run of four processes with two devices each, which communicate like those
-of a cluster (by gloo instead of a network of accelerators). The exit code comes
-from the process that failed first. A process that fails because it lost another
-one counts only if no other process fails. docs/reference/launching.md has the
-rest, and clusters.
+starts a run of four processes with two devices each. They communicate as in a
+cluster, but by gloo instead of a network of accelerators. The exit code is the
+code of the process that failed first. The loss of a peer counts only if no
+process failed for a different reason. See docs/reference/launching.md.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from typing import IO, Any
 from jaxline import errors
 from jaxline.supervision import preemption
 
-# Passed on to the processes, unless they were ignored when this one started.
+# These signals are forwarded to the processes, if not ignored at the start.
 _SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
-# Codes of processes that ended because of a signal: the others are saving too,
-# for as long as that takes.
+# A process with one of these codes was ended by a signal. The others are saving
+# too, so they get all the time they need.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# Runs a command, and sends SIGTERM to its group when standard input ends, which
-# is a pipe that only this process holds open.
+# Runs a command, and sends SIGTERM to its group when standard input ends. That
+# is a pipe whose other end only the launcher holds open.
 _WITH_PARENT = """exec 3<&0 < /dev/null
 { read -r x <&3; kill -s TERM -- -$$; } &
 exec "$@" 3<&-"""
@@ -43,7 +42,7 @@ _printing = threading.Lock()
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command line, without the program's name; returns the exit code."""
+  """Runs the command line in `argv`; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.launch',
     usage='%(prog)s --processes N [options] -- PROGRAM [ARGUMENT ...]',
@@ -51,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = parser.add_argument
-  add('--processes', type=int, required=True, help='how many processes')
-  what = 'CPU devices of each process'
+  add('--processes', type=int, required=True, help='number of processes')
+  what = 'number of CPU devices of each process'
   add('--devices-per-process', type=int, default=1, help=what)
-  what = 'how long the others may go on after one has failed'
+  what = 'seconds until the other processes are killed after one has failed'
   add('--grace-secs', type=float, default=10.0, help=what)
   add('command', nargs='+', help=argparse.SUPPRESS)
   if not hasattr(os, 'killpg'):
-    parser.error('Windows has no groups of processes. Use WSL.')
+    parser.error('Windows does not have process groups. Use WSL.')
   args = parser.parse_args(argv)
   with socket.create_server(('127.0.0.1', 0)) as server:
     address = f'127.0.0.1:{server.getsockname()[1]}'
@@ -75,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
         'JAX_PROCESS_ID': str(process),
         'JAX_PLATFORMS': 'cpu',
         'JAX_CPU_COLLECTIVES_IMPLEMENTATION': 'gloo',
-        # It counts for more than the flag of XLA that says the same.
+        # This takes precedence over the XLA flag for the number of devices.
         'JAX_NUM_CPU_DEVICES': str(args.devices_per_process),
-        # Otherwise output is printed late, and is lost if a process is killed.
+        # Buffered output would appear late, and be lost if a process is killed.
         'PYTHONUNBUFFERED': '1',
       }
       launch.start(process, args.command, env)
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Launch:
-  """The processes, each in a session and process group of its own."""
+  """The processes, each in a separate session and process group."""
 
   def __init__(self) -> None:
     self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -98,15 +97,15 @@ class _Launch:
   def start(
     self, number: int, command: Sequence[str], env: Mapping[str, str]
   ) -> None:
-    """Starts a process; one that cannot be started ends with 126 or 127."""
+    """Starts a process. If the command cannot run, its code is 126 or 127."""
     process = subprocess.Popen(
       ['sh', '-c', _WITH_PARENT, 'sh', *command],
       env=env,
       stdin=self._lifeline,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
-      # Otherwise a Ctrl-C at the terminal would arrive twice. The children of a
-      # process can be ended together with it.
+      # In a shared session, a Ctrl-C at the terminal would arrive twice. The
+      # group allows killing a process together with its children.
       start_new_session=True,
     )
     self.live[number] = process
@@ -122,7 +121,7 @@ class _Launch:
     threading.Thread(target=wait, daemon=True).start()
 
   def wait(self, grace_secs: float) -> int:
-    """Waits for all to end; returns the exit code of the first that failed."""
+    """Waits for all processes; returns the code of the first that failed."""
     deadline: float | None = None
     failed, left, reason = 0, 0, ''
     while self.live:
@@ -144,22 +143,22 @@ class _Launch:
       if code in _IN_ORDER:
         left = left or code
       elif not failed or failed == errors.LOST_CODE != code:
-        # Those that have lost a process may end before it.
+        # Processes that lost a failing one may end before it.
         failed, reason = code, f'process {number} {how}'
         deadline = deadline or time.monotonic() + grace_secs
     for reader in self._readers:
-      reader.join(5.0)  # A process that left its group may keep the pipe open.
+      reader.join(5.0)  # A process that left the group may hold the pipe open.
     if failed:
       _say(f'The run ended because {reason}.')
     return failed or left
 
   def pass_on(self, signum: int, unused_frame: Any) -> None:
-    """Sends a signal to all processes."""
+    """Forwards a signal to all processes."""
     for process in tuple(self.live.values()):
       process.send_signal(signum)
 
   def kill(self, *numbers: int) -> None:
-    """Kills what still runs of the groups of processes."""
+    """Kills everything that still runs in the groups of these processes."""
     for number in numbers:
       process = self.live.pop(number)
       with contextlib.suppress(ProcessLookupError):
@@ -168,18 +167,18 @@ class _Launch:
 
 
 def _copy(number: int, source: IO[bytes], sink: IO[bytes]) -> None:
-  """Copies lines, each immediately and whole."""
-  # Where our output is closed, the process notices it by its closed pipe.
+  """Copies output line by line, without delay."""
+  # If our output is closed, closing the pipe lets the process notice it.
   with source, contextlib.suppress(OSError):
     for line in source:
       end = b'' if line.endswith(b'\n') else b'\n'
-      with _printing:  # PYTHONUNBUFFERED takes the stream's own lock away.
+      with _printing:  # With PYTHONUNBUFFERED the stream itself has no lock.
         sink.write(b'[%d] %s%s' % (number, line, end))
         sink.flush()
 
 
 def _say(text: str) -> None:
-  # One write, without the lock: a reader of the other lines may block.
+  # Write without the lock: a thread whose output is blocked may hold it.
   sys.stderr.write(f'[launch] {text}\n')
 
 

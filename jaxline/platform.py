@@ -1,7 +1,7 @@
-"""Parses flags, builds a run and starts it. No other module reads flags.
+"""Parses the flags, builds a run and starts it. No other module reads flags.
 
 `main` parses the command line and configures JAX. `start` chooses the class and
-the directory, makes the parts of the run, and calls the function of the mode.
+the directory, builds the parts of the run, and calls the mode's function.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ from jaxline.supervision import preemption
 
 TensorBoardLogger = logs_lib.RunWriter  # JAXline's name.
 resolve_experiment_class = experiment_lib.resolve_experiment_class
-# Programs may rebind that one.
+# The original class: a program may rebind the name in `checkpointers`.
 _CHECKPOINTER = checkpointers.InMemoryCheckpointer
 
 lazy.complete(__name__)
@@ -73,9 +73,9 @@ class Mode(NamedTuple):
   """A value of --jaxline_mode."""
 
   run: Callable[[train.Run], Any]
-  trains: bool = False  # It saves checkpoints and writes the log `train`.
-  eval_log: str = ''  # The name of its log of evaluation.
-  follows: bool = False  # It takes the weights that another run saves.
+  trains: bool = False  # Whether it saves checkpoints and the log `train`.
+  eval_log: str = ''  # The name of its evaluation log, if any.
+  follows: bool = False  # Whether it reads weights that a training run saves.
 
 
 _TRAIN = adapters.rebindable(train, 'train', 'writer')
@@ -108,22 +108,23 @@ def create_checkpointer(
   if config.checkpointer == 'memory':
     return checkpointers.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
-  checkpointer.complete = experiments.full_experiment  # A program may use it.
+  # A program may call this checkpointer with an experiment of JAXline's class.
+  checkpointer.complete = experiments.full_experiment
   return checkpointer
 
 
 def create_writer(config: config_dict.ConfigDict, mode: str) -> Any:
-  """Returns the writer of a log, `train` or `eval`."""
+  """Returns the writer of a log such as `train` or `eval`."""
   if jax.process_index() == 0 or config.log_all_hosts:
     return TensorBoardLogger(base_config.complete_config(config), mode)
   return writers.MetricWriter()
 
 
 def resolve_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a locked copy of a config with absolute paths and a directory."""
+  """Returns a locked copy with `~` expanded and an absolute directory."""
   config = base_config.expand_paths(config)
   given = base_config.complete_config(config).checkpoint_dir
-  given = given or tempfile.mkdtemp(prefix='jaxline_')  # For this user alone.
+  given = given or tempfile.mkdtemp(prefix='jaxline_')  # Private to the user.
   config.checkpoint_dir = store_lib.at(given).url
   return config.lock()
 
@@ -136,9 +137,9 @@ def start(
   writer_factory: Callable[..., Any] | None = None,
   origin: console_lib.Origin | None = None,
 ) -> tuple[str, Any]:
-  """Runs the mode of a name after the processes have connected.
+  """Runs the mode called `name`, after the processes have connected.
 
-  The class and the factories are as for `main`. A run without an `origin` was
+  For the class and the factories see `main`. A run without an `origin` was
   started from Python. Returns the run's directory and the mode's result.
   """
   if name.startswith('eval'):
@@ -164,7 +165,7 @@ def start(
   own_config, config = config, base_config.complete_config(config)
   logs = [log for log in ('train' * mode.trains, mode.eval_log) if log]
   with goodput.run(), contextlib.ExitStack() as stack:
-    if logs:  # First, so that it closes last: closing the others may hang.
+    if logs:  # Enter it first to exit it last: closing the others may hang.
       stack.enter_context(watchdog.limit(config.watchdog_secs))
     stack.enter_context(compilation_cache.of_run(config))
     # The console prints the summary after the other parts have closed.
@@ -178,7 +179,7 @@ def start(
       full = adapters.full_checkpointer(made, experiment_class)
       stack.callback(full.close)
       full.directory.reads_only = not logs
-      # A program's own factory need not pass the mode on.
+      # A program's factory may ignore the mode.
       full.directory.follows = mode.follows or role == 'eval'
       full.directory.check_shared()
       declares = experiments.class_of(experiment_class)
@@ -214,14 +215,14 @@ def start(
       watch=preemption.begin_run(mode.trains, config.preemption_signals),
     )
     stack.push(exits.abort_if_lost)
-    # Only this call: an error in the parts above needs no debugger.
+    # Only the mode itself needs a debugger, not the setup above.
     return config.checkpoint_dir, debug.debugger_fallback(mode.run)(run)
 
 
 def _claim(
   logs: list[str], config: config_dict.ConfigDict, stack: contextlib.ExitStack
 ) -> list[str]:
-  """Claims the logs of a run; returns those that can be written."""
+  """Claims the logs of a run; returns the writable ones."""
   problem, is_refused = '', False
   if jax.process_index() == 0:
     try:
@@ -235,8 +236,8 @@ def _claim(
   )
   if is_refused:
     raise errors.UsageError(problem)
-  if problem:  # An evaluation only needs to read.
-    logging.warning('%s. Only the console shows this evaluation.', problem)
+  if problem:  # Evaluation can do without writing.
+    logging.warning('%s. The results go to the console only.', problem)
     return []
   if logs:
     stack.callback(logs_lib.upload, config.checkpoint_dir)
@@ -247,7 +248,7 @@ def _claim(
 
 
 class _ConfigParser(flags.ArgumentParser):
-  """Loads the config of FILE.py, FILE.py:OPTION, or the directory of a run."""
+  """Loads a config from FILE.py, FILE.py:OPTION, or the directory of a run."""
 
   def parse(self, argument: str) -> config_dict.ConfigDict:
     if directory := _run_of(argument):
@@ -256,10 +257,10 @@ class _ConfigParser(flags.ArgumentParser):
     if not os.path.isfile(file):
       raise errors.UsageError(
         'not found; expected a file such as configs/lm.py, or the directory of'
-        ' a run'
+        ' a run.'
       )
     try:
-      # A class in the file is `f'{__name__}:Class'`.
+      # A config file names its own class as `f'{__name__}:Class'`.
       name = named_class.importable(file)
       values = runpy.run_path(file, run_name=name)
       config = values['get_config'](*option)
@@ -269,7 +270,7 @@ class _ConfigParser(flags.ArgumentParser):
       return config.lock()
     except errors.UsageError:
       raise
-    except Exception as e:  # absl and `_parse` would take some for wrong flags.
+    except Exception as e:  # absl and `_parse` take some types for flag errors.
       raise RuntimeError(f'--config={argument} raised an error.') from e
 
 
@@ -280,17 +281,17 @@ def _run_of(path: str) -> str:
 
 
 def _recorded_in(origin: console_lib.Origin | None) -> str:
-  """Returns the run's directory that names the class; '' if the user does."""
+  """Returns the run's directory if its record names the class, else ''."""
   if origin is None or 'experiment_class' in origin.overrides:
     return ''
   return _run_of(origin.config_file)
 
 
 def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
-  """Defines --config and --jaxline_run, whose overrides are in `argv`."""
+  """Defines --config and --jaxline_run; `argv` holds the overrides."""
   text = (
-    'The run: a config file, such as configs/lm.py, or the directory of a run,'
-    ' whose config is taken. --config.key=value overrides its values.'
+    'A config file such as configs/lm.py, or the directory of a run to take its'
+    ' config from. Override values with --config.KEY=VALUE.'
   )
   config_flags.DEFINE_config_file('config', None, text, values, sys_argv=argv)
   flag = values['config']
@@ -314,14 +315,14 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
 
 
 def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
-  """Adds a value to a tuple's flag; an empty one clears those before it."""
+  """Adds values to a tuple's flag; an empty tuple clears earlier values."""
   if argument in ('()', '[]') and flag.present:
     flag.value.clear()
   parse(argument)
 
 
 class _OrNone(flags.ArgumentParser):
-  """Parses None, too."""
+  """Also parses None."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -331,7 +332,7 @@ class _OrNone(flags.ArgumentParser):
 
 
 class _SettingFlag(flags.Flag):
-  """A flag --jaxline_X that sets `debug.settings.X`, also without `main`."""
+  """A flag --jaxline_X that sets `debug.settings.X`, even without `main`."""
 
   def __init__(self, name: str, default: str | bool, text: str):
     is_switch = isinstance(default, bool)
@@ -351,21 +352,17 @@ for _setting in (
   (
     'mode',
     'train',
-    'train: from the newest checkpoint if there is one; eval, or any name that'
-    ' begins with eval: evaluate each new checkpoint; train_and_eval: in one'
-    ' thread; train_eval_multithreaded: in two threads; decode: continue'
-    ' prompts; compile: report memory, communication and time of the steps.',
+    'train: train, resuming from the newest checkpoint. eval, or any name that'
+    ' starts with eval: evaluate each new checkpoint. train_and_eval: do both'
+    ' in turn. train_eval_multithreaded: do both in two threads. decode:'
+    ' continue prompts. compile: report memory, communication and step time.',
   ),
   ('post_mortem', False, 'Enter pdb where an exception was raised.'),
-  ('disable_pmap_jit', False, 'Run op by op: a debugger sees values.'),
+  ('disable_pmap_jit', False, 'Run op by op, so that a debugger sees values.'),
 ):
   flags.DEFINE_flag(_SettingFlag(*_setting))
-flags.DEFINE_bool(
-  'jaxline_ensure_tpu', False, 'Fail where JAX has fallen back to the CPU.'
-)
-flags.DEFINE_string(
-  'jaxline_tpu_driver', '', "JAXline's; ignored, as JAX has no TPU drivers."
-)
+flags.DEFINE_bool('jaxline_ensure_tpu', False, 'Fail if JAX finds no TPU.')
+flags.DEFINE_string('jaxline_tpu_driver', '', 'Ignored: a flag of JAXline.')
 # `--help` shows the flags of the program's own module.
 for _flag in flags.FLAGS.get_key_flags_for_module(__name__):
   flags.FLAGS.register_key_flag_for_module(sys.argv[0], _flag)
@@ -381,16 +378,16 @@ def main(
   *,
   writer_factory: Callable[..., Any] | None = None,
 ) -> None:
-  """Runs an experiment as the command line says.
+  """Runs an experiment in the mode and with the config of the command line.
 
   Args:
-    experiment_class: a class or a partial of one; None is the class that
+    experiment_class: a class or a partial of one; None means the class that
       `config.experiment_class` names.
-    argv: the command line without the program's name. Parsed here, unless
-      absl has parsed it already (`app.run(functools.partial(main, Class))`).
-    checkpointer_factory: makes the checkpointer of a config and a mode.
-    writer_factory: makes the writer of a config and a log, 'train' or 'eval';
-      None means `create_writer`.
+    argv: the command line without the program's name. It is parsed unless absl
+      has already parsed it (`app.run(functools.partial(main, Class))`).
+    checkpointer_factory: maps a config and a mode to a checkpointer.
+    writer_factory: maps a config and the name of a log, 'train' or 'eval', to
+      a writer; None means `create_writer`.
   """
 
   def parse(argv: list[str]) -> list[str]:
@@ -422,7 +419,7 @@ def main(
 def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
   """Returns the validated, locked config of --config or --jaxline_run.
 
-  `argv` has that flag, and overrides, `--config.key=value`; nothing else.
+  `argv` may hold only this flag and overrides, `--config.KEY=VALUE`.
   """
   values, argv = flags.FlagValues(), [sys.argv[0], *argv]
   _define_config(values, argv)
@@ -439,7 +436,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
   try:
     name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:
-    # ml_collections raises the last two, one inside the other.
+    # ml_collections raises the last two, one nested in the other.
     text = str(getattr(e.args[0], 'args', e.args)[0])
     kind = '' if isinstance(e, flags.Error) else 'Unknown config key: '
     raise errors.UsageError(kind + ' '.join(text.split())) from e
@@ -453,7 +450,7 @@ def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
 def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
-  """Returns a validated copy of the config of flags, and its origin."""
+  """Returns a validated copy of the config from the flags, and its origin."""
   # Setting the alias also counts as --config.
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
@@ -461,7 +458,7 @@ def _read_config(
       'Expected --config=FILE, such as configs/lm.py, or --jaxline_run=DIR,'
       ' and not both.'
     )
-  # Before the processes connect. `start` knows whose class it is.
+  # Validate before the processes connect; `start` does so again for the class.
   base_config.validate_config(values.config, may_be_own=True)
   origin = console_lib.Origin.of(values['config'])
   return base_config.expand_paths(values.config), origin
@@ -471,7 +468,7 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   """Configures JAX, and connects the processes unless one compiles alone."""
   is_alone = mode == 'compile' and config.topology
   if is_alone and not jax.config.values['jax_platforms']:
-    # With libtpu installed JAX would look for TPUs here.
+    # If libtpu is installed, JAX would look for TPUs on this machine.
     jax.config.update('jax_platforms', 'cpu')
   for line in xla.apply(config.xla, has_started=distributed.has_started()):
     print(f'[jaxline] {line}', flush=True)
@@ -482,5 +479,5 @@ def _start_jax(config: config_dict.ConfigDict, mode: str) -> None:
   if backend not in (False, 'tpu'):
     raise errors.UsageError(
       f'--jaxline_ensure_tpu: JAX runs on {backend!r}. Install jax[tpu], and'
-      ' end other processes that use the TPU.'
+      ' end all other processes that use the TPU.'
     )

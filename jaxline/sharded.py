@@ -1,9 +1,9 @@
 """The sharded style: compiles pure functions into one step over a mesh.
 
-Of the weights, the loss, the optimizer and the data of a subclass, this makes
-one jitted program `(state, batch, rng) -> (state, metrics)` with donated
-buffers over all devices of all hosts, an evaluation that averages exactly, and
-checkpoints. `train_step` has the functions that are compiled,
+A subclass defines the weights, the loss, the optimizer and the data. This
+module turns them into one jitted program `(state, batch, rng) -> (state,
+metrics)` with donated buffers over all devices of all hosts, an evaluation with
+exact averages, and checkpoints. `train_step` has the compiled functions,
 `train_state` the state, `feed` the batches and `partitioning` the shardings.
 """
 
@@ -47,24 +47,24 @@ trainable = train_state.trainable
 
 
 class ShardedExperiment(experiment.FullExperiment):
-  """An experiment of pure functions, run as one program over a mesh.
+  """An experiment made of pure functions that runs as one program over a mesh.
 
   A subclass overrides the five abstract methods. `init_fn` and `loss_fn` must
-  be pure: they are traced once. A constructor of a subclass takes `run_config`
-  and passes it on. A model that continues text has one more method,
-  `decode(prompts, rng)`, whose compiled functions are wrapped in `in_mesh`.
+  be pure, since they are traced only once. The constructor of a subclass takes
+  `run_config` and passes it to this one. A model that continues text overrides
+  `decode(prompts, rng)` too, and wraps its compiled functions in `in_mesh`.
 
   Attributes:
-    trainable_rules: the weights that train, as for `trainable`; the others have
-      neither gradients nor optimizer state. None is all. A subclass may set it.
+    trainable_rules: set it to select the weights that train (see `trainable`);
+      the others have no gradients and no optimizer state. None means all.
     row_losses: None, or a method `(params, model_state, batch, rng)` that
       returns the training loss of each row, [B]. Without it, `runs explain`
-      calls `loss_fn` for each row, with the weights of the others at 0.
+      calls `loss_fn` once per row, with the weights of all other rows at 0.
     train_feed: the batches of training, and their position.
   """
 
   PER_PROCESS_ENTRIES = ('input',)
-  # The constructor's arguments that only decide where arrays lie.
+  # These arguments of the constructor only decide where arrays are stored.
   CHANGEABLE_ON_RESUME = (
     'experiment_kwargs.mesh',
     'experiment_kwargs.sharding',
@@ -85,10 +85,10 @@ class ShardedExperiment(experiment.FullExperiment):
     sharding: str | None = None,
     mesh: Mapping[str, Any] | None = None,
   ):
-    """Makes the mesh; the state, the programs and the inputs are made later.
+    """Makes the mesh. The state, the programs and the inputs are made lazily.
 
-    `sharding` and `mesh` replace those of `run_config`, the config of the run;
-    None is the base config.
+    `sharding` and `mesh` override the keys of `run_config`, the run's config.
+    If `run_config` is None, the base config is used.
     """
     self.mode, self.run_config = mode, run_config
     config = base_config.get_base_config() if run_config is None else run_config
@@ -103,7 +103,7 @@ class ShardedExperiment(experiment.FullExperiment):
     self._recompute_interval: int | None = config.recompute_interval
     self._init_rng = init_rng
     self._state: TrainState | None = None
-    # What the compiled step returned last, for `train_loop`.
+    # The scalars of the last compiled step, for `train_loop`.
     self._scalars = scalars_lib.Scalars()
     self.train_feed = feed.TrainFeed(self.train_input, self.partitioner, config)
     self._eval_feed = feed.EvalFeed(self.eval_input, self.partitioner, config)
@@ -125,16 +125,16 @@ class ShardedExperiment(experiment.FullExperiment):
 
     Args:
       params: the weights.
-      model_state: the value that `init_fn` or the step before returned.
-      batch: a `Batch` of global arrays, [B, ...]. The entry `weights` is the
-        input's own, [B, ...], or ones, [B]; padding rows of an evaluation have
-        weight 0.
-      rng: a key of this batch, or microbatch, alone.
+      model_state: the value that `init_fn` or the previous step returned.
+      batch: a `Batch` of global arrays, [B, ...]. If the input has no entry
+        `weights`, [B, ...], it is added as ones, [B]. Rows that pad the last
+        batch of an evaluation have weight 0.
+      rng: a key for this batch, or microbatch, only.
       is_training: False in an evaluation.
 
     Returns:
-      A scalar to minimise; name -> `metrics.Mean`, in which an example counts
-      by its weight, or the mean itself, by `weights`; the new model state.
+      The scalar loss; a dict name -> `metrics.Mean` or scalar mean, either
+      weighted by `weights`; the new model state.
     """
 
   @abc.abstractmethod
@@ -143,11 +143,12 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @abc.abstractmethod
   def train_input(self) -> Iterator[BatchDict]:
-    """Returns an endless input: anything that `iterable.as_input` takes.
+    """Returns an endless input: anything that `iterable.as_input` accepts.
 
-    Each process reads its own rows of every global batch, as numpy arrays that
-    do not change afterwards: those of the `base.Shard` that it may take as
-    `shard`, and must if processes hold the same rows.
+    Each process reads its own rows of every global batch, as NumPy arrays that
+    are never modified afterwards. If the method has a parameter `shard`, it
+    gets the `base.Shard` that selects these rows. The parameter is required if
+    several processes hold the same rows.
     """
 
   @abc.abstractmethod
@@ -156,50 +157,50 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> Iterable[BatchDict] | Mapping[str, Iterable[BatchDict]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    It may take `shard`. The metrics of a set in a mapping name -> batches are
-    named `<set>/<metric>`. Called once per evaluation; or once in all if every
-    set is a `BaseInput` with `reset_for_eval=False`, which continues where it
-    stopped.
+    It may have a parameter `shard`. A mapping name -> batches defines several
+    sets, whose metrics are named `<set>/<metric>`. It is called once per
+    evaluation; or only once if every set is a `BaseInput` with
+    `reset_for_eval=False`, which continues where the last evaluation stopped.
     """
 
   def eval_outputs(
     self, params: Any, model_state: Any, batch: BatchDict, rng: jax.Array
   ) -> Any:
-    """Returns arrays [B, ...] for `reduce_outputs`: a row for each of a batch.
+    """Returns arrays [B, ...] for `reduce_outputs`, one row per row of a batch.
 
-    Part of the program of an evaluation, with the arguments that `loss_fn`
-    gets there. None if all metrics are means.
+    It is compiled into the evaluation step, and gets the same arguments as
+    `loss_fn`. Return None if all metrics are means.
     """
     return None
 
   def reduce_outputs(self, outputs: Any) -> Mapping[str, Any]:
-    """Returns numbers and images that need all rows of an evaluation set.
+    """Returns metrics, or images, that need all rows of an evaluation set.
 
-    Each process gets the rows of all batches and processes, without padding, in
-    the order in which one process reads them, as NumPy arrays [N, ...].
+    Each process gets the rows of all batches and processes as NumPy arrays
+    [N, ...], without padding and in the order of a single process.
     """
     raise NotImplementedError(f'{type(self).__name__} has no reduce_outputs.')
 
   def step_scalars(
     self, state: TrainState, grads: Any, updates: Any
   ) -> Mapping[str, jax.Array]:
-    """Returns scalars to log besides the loss's metrics; part of the step.
+    """Returns scalars to log in addition to the metrics; part of the step.
 
-    `state` is that before the step; the gradients, and the changes of the
-    weights, are like `trainable_only(state.params)`.
+    `state` is the state before the step. The gradients and the `updates` of the
+    weights have the structure of `trainable_only(state.params)`.
     """
     return {'grad_norm': optax.tree.norm(grads)}
 
   def after_update(self, before: TrainState, after: TrainState) -> Any:
     """Returns the model state after an update of the weights; part of the step.
 
-    For example `average_weights(before, after, decay)`. Called once in a step;
-    `after` has the model state that `loss_fn` returned.
+    For example, return `average_weights(before, after, decay)`. It is called
+    once per step; `after` has the model state that `loss_fn` returned.
     """
     return after.model_state
 
-  # The compiled programs are made when they are used, since a subclass may set
-  # what they need after it has called this constructor.
+  # Programs are compiled on first use, because a subclass may set attributes
+  # that they need after it has called this constructor.
 
   @functools.cached_property
   def _optimizer(self) -> optax.GradientTransformation:
@@ -207,9 +208,9 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @functools.cached_property
   def compiled_train_step(self) -> Callable[..., Any]:
-    """`_pure_step` as one program, which donates its state."""
+    """`_pure_step` as one program that donates its state."""
 
-    # A partial would keep the experiment alive: JAX caches its signature.
+    # A partial would keep the experiment alive, since JAX caches its signature.
     def step(state: TrainState, batch: BatchDict, rng: jax.Array) -> Any:
       shapes = jax.tree.map(jax.typeof, batch)
       step_lib.warn_of_another_shape(self.traced_batch, shapes)
@@ -226,15 +227,15 @@ class ShardedExperiment(experiment.FullExperiment):
   def _pure_step(
     self, state: TrainState, batch: BatchDict, rng: jax.Array
   ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state after a step, and scalars; `rng` is the run's key."""
+    """Returns the state and the scalars of a step; `rng` is the run's key."""
     loss_fn = lambda params, *args: self.loss_fn(
       train_state.merge_frozen(params, state.params), *args
     )
-    # Split like the weights: no device ever holds the gradients whole.
+    # Shard the gradients like the weights: no device needs to hold all of them.
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trainable_only(self.layout.shardings.params)
     )
-    # A gradient that is only dropped later could still take memory.
+    # Frozen weights get no gradient: one that is dropped later takes memory.
     params = self.trainable_only(state.params)
     loss, metrics, model_state, grads = step_lib.accumulate_gradients(
       loss_fn,
@@ -245,7 +246,7 @@ class ShardedExperiment(experiment.FullExperiment):
       self.accumulation_steps,
       place_grads,
     )
-    # Optax relies on promotion, although a model may be written to do without.
+    # Optax relies on type promotion, even if the model forbids it.
     with jax.numpy_dtype_promotion('standard'):
       updates, opt_state = self._optimizer.update(
         grads, state.opt_state, params
@@ -272,15 +273,15 @@ class ShardedExperiment(experiment.FullExperiment):
       self.on_nonfinite, state, after, loss, grads, empty
     )
     if taken := sorted(scalars.keys() & {*counts, step_lib.SKIPPED_STEPS}):
-      raise ValueError(f'The step adds {taken} itself: choose other names.')
+      raise ValueError(f'Metrics {taken} have reserved names. Rename them.')
     return after, scalars | counts
 
   @functools.cached_property
   def compiled_eval_step(self) -> Callable[..., Any]:
     """Evaluates: (state, batch, rng, place) -> metrics and `eval_outputs`.
 
-    `place`, [2] uint32, is the numbers of the set and of the batch, which are
-    folded into the key. The state needs no `opt_state`.
+    `place`, [2] uint32, holds the numbers of the set and of the batch; they are
+    folded into the key. The state may lack `opt_state`.
     """
 
     def evaluation(state: Any, batch: BatchDict, rng: Any, place: Any) -> Any:
@@ -303,12 +304,12 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @property
   def eval_params(self) -> Any:
-    """The weights to evaluate and decode with: the averaged ones, if any."""
+    """The weights for evaluation and decoding: the averaged ones, if any."""
     return train_state.averaged_weights(self.state)
 
   @property
   def state(self) -> TrainState:
-    """The live state; made from the init key when it is first used."""
+    """The live state; initialized on first use."""
     if self._state is None:
       self._state = self.layout.make()
     return self._state
@@ -324,7 +325,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return train_state.Layout(init, self._init_rng, self.partitioner)
 
   def trainable_only(self, params: Any) -> Any:
-    """Returns a tree like the weights', None in place of those frozen."""
+    """Returns a tree like `params` with None in place of frozen weights."""
     return train_state.trainable_only(params, self.trainable_rules)
 
   # The shapes and shardings of a step's arguments.
@@ -337,7 +338,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
   def abstract_batch(self, is_training: bool) -> BatchDict:
-    """Reads the first batch."""
+    """Returns the shapes and shardings of a batch; reads the first one."""
     source = self.train_feed if is_training else self._eval_feed
     return source.abstract_batch()
 
@@ -363,14 +364,14 @@ class ShardedExperiment(experiment.FullExperiment):
 
   @classmethod
   def eval_init_rng(cls, config: config_dict.ConfigDict) -> jax.Array:
-    """Returns the key that training initialises from."""
+    """Returns the key that training initializes the weights from."""
     return prng.run_keys(config)[1]
 
   def step_inputs(
     self, config: config_dict.ConfigDict
   ) -> experiment.StepInputs:
-    # The state key never changes: the program folds the step into it, so that
-    # nothing reads `random_mode_train` and `random_mode_eval`.
+    # The state key never changes, because the program folds the step into it.
+    # So `random_mode_train` and `random_mode_eval` have no effect.
     return lambda global_step, rng: (global_step, rng, rng)
 
   def initialize_train_step_rng(self, rng: jax.Array) -> jax.Array:
@@ -384,14 +385,14 @@ class ShardedExperiment(experiment.FullExperiment):
     writer: writers.MetricWriter | None = None,
   ) -> None:
     config = base_config.complete_config(config)
-    # A restored key is on the host: without this each step would transfer it.
+    # A restored key is on the host, from where each step would transfer it.
     state.train_step_rng = placement.put(
       state.train_step_rng, self.partitioner.replicated, may_keep=True
     )
     try:
       super().train_loop(config, state, periodic_actions, writer)
     finally:
-      # The thread would keep the experiment and its arrays alive.
+      # The feed's thread would keep the experiment and its arrays alive.
       self.train_feed.close()
       self.last_batch = None
 
@@ -407,7 +408,7 @@ class ShardedExperiment(experiment.FullExperiment):
       step = functools.partial(recompute.run_and_verify, step)
     self._state, packed = step(self.state, batch, rng)
     self._scalars = scalars_lib.Scalars(packed)
-    # Only now: a checkpoint after a failed step must not skip its batch.
+    # Commit only now: a checkpoint after a failed step must not skip its batch.
     self.train_feed.commit()
     self._scalars.others['input_wait_fraction'] = self.train_feed.wait_fraction
     return self._scalars
@@ -424,12 +425,12 @@ class ShardedExperiment(experiment.FullExperiment):
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
-    """Returns [<set>/]<name> -> number, of all sets; writes the images."""
-    # The optimizer's state may be on the host: see `restore_from_snapshot`.
+    """Returns [<set>/]<name> -> number for all sets, and writes the images."""
+    # The optimizer's state may be on the host (see `restore_from_snapshot`).
     params = self.eval_params
     state = dataclasses.replace(self.state, params=params, opt_state=None)
     found: dict[str, Any] = {}
-    # The weights of the first evaluation may make all losses the same.
+    # Check twice: the weights of the first evaluation may give equal losses.
     checks = self.num_evaluated < 2
     ends = self._eval_feed.rows_of, self.reduce_outputs, checks
     for name, batches in self._eval_feed.sets(self.num_evaluated):
@@ -454,35 +455,35 @@ class ShardedExperiment(experiment.FullExperiment):
     return {'state': self.abstract_state()}
 
   def wants_restored(self, name: str) -> bool:
-    # An evaluation needs neither the optimizer's state nor the position.
+    # Evaluation needs neither the optimizer's state nor the input's position.
     unused = ('state/opt_state/', 'input/')
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    # Not None: a restore that fails leaves no experiment that can train.
+    # Delete the attribute: after a failed restore, None would be reinitialized.
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state onto this mesh and, in training, the position."""
+    """Restores the state onto this mesh; in training, the position too."""
     saved, is_training = snapshot_state['state'], self.mode == 'train'
     if wrong := train_state.differences(
       saved, self.abstract_state(), 'it has', 'the model expects', 'state'
     ):
       raise errors.UsageError(
         'The checkpoint does not fit the model; nothing was restored. Use the'
-        ' config it was trained with, or start a new run.\n' + '\n'.join(wrong)
+        ' config of its run, or start a new run.\n' + '\n'.join(wrong)
       )
     num_read = int(snapshot_state.get('batches', saved.step))
     place = num_read, snapshot_state.get('input')
-    # An evaluation that saves this as the best checkpoint saves the position
-    # and the optimizer's state too: it keeps them, on the host.
+    # An evaluation may save this state as the best checkpoint, with position
+    # and optimizer state. So it keeps both, on the host.
     on_host: dict[str, Any] = {}
     if is_training:
       self.train_feed.restore(*place)
     else:
       self.train_feed.note(*place)
       on_host = {'opt_state': saved.opt_state}
-    # Free the old arrays first: memory need not hold both.
+    # Free the old arrays first, so that memory need not hold both.
     self.make_room()
     without = dict.fromkeys(on_host)
     placed = placement.put(

@@ -1,4 +1,4 @@
-"""The loops, which are methods of a `Run`: train, evaluate, or both.
+"""Trains, evaluates, or does both in turn: the modes are methods of `Run`.
 
 The functions at the end have JAXline's signatures; each makes a `Run` and calls
 its method of the same name.
@@ -50,27 +50,26 @@ lazy.complete(__name__)
 
 @dataclasses.dataclass
 class Run:
-  """The parts of a run, and the loops that use them.
+  """The parts of a run, and the modes that use them.
 
-  What follows JAXline's looser contract is adapted when a `Run` is made.
+  The constructor adapts parts that meet only JAXline's looser contract.
 
   Attributes:
     experiment_class: constructs the experiment: a class or a partial of one.
     config: the run's config, validated.
-    checkpointer: saves and restores the series `latest`, keeps `best`; None
-      keeps them in the memory of this process.
-    writer: gets the scalars of training, and is passed to each step; None
-      writes nothing.
+    checkpointer: saves and restores the series `latest`, and keeps `best`; None
+      keeps both in the memory of this process.
+    writer: gets the scalars of training; passed to `step`. None writes nothing.
     eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
     periodic_actions: called after each step, before the default ones.
     eval_mode: the mode of the experiment that is evaluated.
-    eval_checkpointer: for the evaluation in a thread of its own.
-    console: what the terminal shows; None logs a line at an interval.
-    watch: told by a signal to end the run, which then saves and leaves.
-    trained: set by the thread that trains after its last checkpoint, or None.
+    eval_checkpointer: the checkpointer of an evaluation in a second thread.
+    console: prints progress on the terminal; None logs a line at an interval.
+    watch: receives the signals that end a run after a save.
+    trained: set by the training thread after its last checkpoint, or None.
     log: `writer` with all methods, for the loops and for experiments.
-    eval_log: the same of `eval_writer`.
-    stop: what ended the run before its last step; None if nothing did.
+    eval_log: `eval_writer` with all methods.
+    stop: the exception that ended the run before its last step, or None.
   """
 
   experiment_class: Any
@@ -115,9 +114,9 @@ class Run:
         state.global_step, self.config
       ):
         raise
-      # The signal came too late to stop the training; all is saved.
+      # The signal came too late to stop the training; everything is saved.
       self.mark_ended(state.global_step)
-      if self.eval_checkpointer is None:  # Else an evaluation may be left.
+      if self.eval_checkpointer is None:  # Otherwise evaluation may continue.
         e.is_over = True
         e.add_note('The run has ended.')
         e.code = 0 if e.code == preemption.EXIT_CODE else e.code
@@ -127,17 +126,17 @@ class Run:
 
   @debug.disable_pmap_jit
   def train_and_eval(self) -> experiment_lib.AbstractExperiment:
-    """Trains, pausing every `eval_interval`, and at the end, to evaluate.
+    """Trains in one thread, and evaluates every `eval_interval` and at the end.
 
-    One thread: two experiments, constructed with the modes 'train' and 'eval',
-    share the live state without copies (see `FullExperiment.share_state`).
+    Two experiments, constructed with the modes 'train' and 'eval', share the
+    live state without copies (see `FullExperiment.share_state`).
     """
     config, checkpointer = self.config, self.checkpointer
     training = Training(self)
     state = training.state
     evaluator = self.make_evaluation(until=state.global_step)
-    # Evaluations from the restored step on run again, and their records go. The
-    # evaluation of that step is kept if it is noted as complete.
+    # Evaluations from the restored step on are repeated, and their records are
+    # deleted. The evaluation of that step is kept if a note marks it complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not protocol.is_new(checkpointer):
@@ -150,7 +149,7 @@ class Run:
       if state.global_step in evaluator.done:
         return
       began = time.time()
-      training.guard.wait()  # A state that is not finite must not be the best.
+      training.guard.wait()  # A non-finite state must not become the best.
       evaluator.experiment.share_state(training.experiment)
       evaluator(state)
       for hook in training.hooks:
@@ -169,11 +168,11 @@ class Run:
           interval,
           end_step_to_action=config.training_steps,
         )
-        # Behind the others, from whose clocks it takes the evaluation's time.
+        # It comes last, and subtracts its time from the clocks of the others.
         training.hooks.append(hook)
-        # If an earlier process ended between the save of this step and its
-        # evaluation, evaluate now. By seconds, it is unknown whether one was
-        # due: evaluate in any case.
+        # An earlier process may have ended between the save of this step and
+        # its evaluation; then evaluate now. With intervals in seconds nobody
+        # knows whether one was due, so always evaluate.
         if state.global_step and interval_type == 'steps':
           hook(time.time(), state.global_step, None)
         elif state.global_step:
@@ -191,10 +190,10 @@ class Run:
   def train_and_eval_in_threads(
     self, train: Callable[['Run'], Any], evaluate: Callable[['Run'], Any]
   ) -> None:
-    """Trains; a second thread evaluates what `eval_checkpointer` reads."""
+    """Trains, while a second thread evaluates the saved checkpoints."""
     from jaxline.compat import threads  # Few runs need it.
 
-    # Now: the evaluation looks for checkpoints at once.
+    # Begin before the threads, since evaluation looks for checkpoints at once.
     checkpointers.begin_training(self.checkpointer, self.experiment_class)
     trained = threading.Event()
     evaluation = dataclasses.replace(
@@ -220,7 +219,7 @@ class Run:
     steps = evaluation.listed_steps(config, checkpointer)
     evaluator = self.make_evaluation()
     logging.info('Evaluating with config:\n%s', config)
-    if self.trained is None:  # Else the training beside it prints the start.
+    if self.trained is None:  # Otherwise the training prints the start.
       self.console.begin(config, evaluator.experiment)
     state = protocol.new_state(checkpointer, evaluator.experiment)
 
@@ -228,7 +227,7 @@ class Run:
       if self.trained is not None:
         return self.trained.is_set()
       # The note of the end is missing if training was killed before it wrote
-      # it, or has begun again: then the last step counts as the end.
+      # one, or was restarted. In that case the last step marks the end.
       return directory.ended() is not None or evaluator.is_of_last_step()
 
     with self.stoppable():
@@ -243,11 +242,11 @@ class Run:
         evaluator(state)
         evaluator.wait()
     if self.stop and steps is None:
-      # A training in another process reads this note at a save, and stops.
+      # A separate training process reads this note when it saves, and stops.
       self.mark_ended(state.global_step)
 
   def make_evaluation(self, until: float = math.inf) -> evaluation.Evaluation:
-    """Constructs the experiment that is evaluated."""
+    """Constructs the experiment to evaluate."""
     made, config = self.experiment_class, self.config
     rng = experiments.declared(made).eval_init_rng(config)
     with debug.log_activity('experiment init', category='start'):
@@ -265,9 +264,10 @@ class Run:
     )
 
   def saves_here(self, all_hosts: bool) -> bool:
-    """Returns whether this process calls `save`; `all_hosts` is the config's.
+    """Returns whether this process calls `save`.
 
-    A checkpointer that writes files needs all processes in any case.
+    `all_hosts` is the value of a `*_checkpoint_all_hosts` key. It has no effect
+    on a checkpointer that writes files, which all processes call.
     """
     keeps = self.checkpointer.directory.keeps
     return keeps or all_hosts or jax.process_index() == 0
@@ -278,7 +278,7 @@ class Run:
     last: int | None,
     lengths: Mapping[str, int],
   ) -> None:
-    """Does `RunDirectory.resume_log`; logs the config of a new run."""
+    """Calls `RunDirectory.resume_log`, and logs the config of a new run."""
     if self.checkpointer.directory.resume_log(log, last, lengths):
       recorded = base_config.recorded(self.config)
       text = json.dumps(recorded, indent=2, sort_keys=True)
@@ -286,7 +286,7 @@ class Run:
 
   @contextlib.contextmanager
   def stoppable(self) -> Iterator[None]:
-    """Catches StopTraining, and keeps it as the reason of the end."""
+    """Catches StopTraining, and records it as the reason for the end."""
     try:
       yield
     except errors.StopTraining as e:
@@ -294,8 +294,8 @@ class Run:
       self.console.stopped = str(self.stop)
 
   def check(self, step: int, finish: Callable[[], None] = lambda: None) -> None:
-    """Raises Preempted, after `finish()`, if a signal ends the run."""
-    # The evaluation beside a training must not hide that the training hangs.
+    """Calls `finish()` and raises Preempted if a signal ends the run."""
+    # An evaluation thread must not hide that the training thread hangs.
     if self.trained is None:
       watchdog.report_progress()
     if self.watch.reached(step):
@@ -304,20 +304,20 @@ class Run:
 
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, and the experiment's reason if any."""
-    # Early stopping decides anew at the next start, perhaps by another config.
+    # Do not note early stopping: the next start decides it by its own config.
     why = str(self.stop) if self.stop and not self.stop.is_noted else ''
     self.checkpointer.directory.end(step, why)
 
 
 class Training:
-  """An experiment in training: its state, and what is done after each step.
+  """An experiment in training, its state and its hooks.
 
   Attributes:
     experiment: the experiment.
-    state: the live state of `latest`, restored.
-    guard: judges whether losses and gradients are finite.
-    agreement: lets all processes act at one step at intervals of seconds.
-    hooks: called after each step as `hook(time, step, scalars)`, in this order.
+    state: the live state of `latest`, restored from the newest checkpoint.
+    guard: checks that losses and gradients are finite.
+    agreement: makes all processes act at the same step at timed intervals.
+    hooks: called in this order after each step as `hook(time, step, scalars)`.
   """
 
   def __init__(self, run: Run):
@@ -334,7 +334,7 @@ class Training:
       self.experiment: Any = experiments.construct(
         run.experiment_class, 'train', init_rng, config
       )
-    # Only now: an error that the config causes should not scroll away.
+    # Log it only now: an error caused by the config should not scroll away.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = protocol.new_state(checkpointer, self.experiment, rng)
@@ -353,18 +353,18 @@ class Training:
     run.console.begin(
       config, self.experiment, self.state, lambda: directory.saved_step
     )
-    # The step saved last, which is not saved again.
+    # The step of the last save, to avoid saving it again.
     self._saved_step = directory.saved_step
     self._saves = run.saves_here(config.train_checkpoint_all_hosts)
     self.guard = nonfinite.Guard(
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      # The loop waits for that step anyway, right after the hooks.
+      # The loop waits for this step anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     for action in run.periodic_actions:
-      # On one thread, so that a save's mark in the log is behind its records.
+      # On one shared thread, a save's mark in the log follows earlier records.
       action.share(run.log.executor)
     run.console.show(run.log, 'train')
     self.hooks = hooks_lib.make_hooks(
@@ -382,23 +382,22 @@ class Training:
     directory.logs = [*self.hooks, run.log, run.eval_log]
 
   def save(self) -> None:
-    """Saves the series `latest`, unless that step is saved already."""
+    """Saves the series `latest`, unless this step is already saved."""
     if not self._saves or self._saved_step == self.state.global_step:
       return
-    self.guard.wait()  # A state that is not finite must not be saved.
+    self.guard.wait()  # A non-finite state must not be saved.
     with goodput.measure('checkpoints'):
       self._run.checkpointer.save('latest')
     self._saved_step = int(self.state.global_step)
 
   def run(self) -> None:
-    """Runs all steps, saves a last time, and waits for the background."""
+    """Runs all steps, saves the last one, and waits for background work."""
     run, config, state = self._run, self._run.config, self.state
-    # Last, also behind the evaluation that `train_and_eval` has added.
+    # It comes last, after the evaluation that `train_and_eval` has added.
     hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
-        # An evaluation process has no other way to the weights of
-        # `restore_from`.
+        # A separate evaluation reads the weights of `restore_from` from this.
         for_eval = config.restore_from and config.eval_initial_weights
         is_asked = for_eval or config.save_initial_train_checkpoint
         if is_asked and protocol.is_new(run.checkpointer):
@@ -414,10 +413,10 @@ class Training:
           ):
             self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()
-        # Wait for process 0 to save: an early exit would abort the others.
+        # Wait until process 0 has saved: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
-      # What was due is still written; the loop's own error is what counts.
+      # Finish the writes that were due; the error to raise is the loop's.
       for part in [*hooks, run.log]:
         try:
           part.wait_to_finish()
@@ -427,16 +426,16 @@ class Training:
             logging.exception('A periodic action failed as well.')
       raise
     finally:
-      # They refer to `self`: the cycle would keep the weights.
+      # They refer to `self`, and the cycle would keep the weights alive.
       self.hooks.clear()
       run.checkpointer.directory.logs = ()
 
   def _leave(self, t: float, step: int, scalars: Any) -> None:
-    """The last hook: ends the run if something asks to."""
-    self._run.log.executor.raise_error()  # Such as of a full disk.
+    """The last hook: ends the run on an error, note, time limit or signal."""
+    self._run.log.executor.raise_error()  # For example, the disk is full.
     directory = self._run.checkpointer.directory
     directory.raise_error()
-    # A separate evaluation ends training by a note, which a save reads.
+    # A separate evaluation ends training by a note, which every save reads.
     if step == self._saved_step:
       directory.stop_if_noted(step)
     is_due = self.agreement.is_due
@@ -444,7 +443,7 @@ class Training:
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:
-    """Saves a last time, and waits for all that runs in the background."""
+    """Saves the last step, and waits for all background work."""
     with debug.log_activity('final checkpoint', category='checkpoints'):
       self.save()
       if self._saves:
@@ -452,11 +451,11 @@ class Training:
       for hook in self.hooks:
         hook.wait_to_finish()
       self._run.log.wait_to_finish()
-    # Also before a signal ends the run: its thread would abort the process.
+    # Close it before a signal ends the run: its thread would abort the process.
     self.agreement.close()
 
 
-# JAXline's functions. Their arguments are the attributes of `Run`.
+# These are JAXline's functions. Their arguments are attributes of `Run`.
 
 
 def train(
@@ -466,10 +465,10 @@ def train(
   writer: writers.Writer | None,
   periodic_actions: Sequence[periodic.PeriodicAction] = (),
 ) -> None:
-  """Trains, from the newest checkpoint of `latest` if there is one.
+  """Trains, starting from the newest checkpoint of `latest` if there is one.
 
   Raises:
-    preemption.Preempted: the run was told to end; all is saved.
+    preemption.Preempted: a signal ended the run; everything is saved.
     nonfinite.NonfiniteError: the loss or the gradients are not finite.
   """
   Run(
@@ -486,13 +485,13 @@ def evaluate(
 ) -> None:
   """Evaluates each new checkpoint of `latest`, until training has ended.
 
-  With durable checkpoints each is evaluated once, in the order of its steps,
-  also if evaluation itself is ended and started again. `writer` is the run's
-  `eval_writer`, `jaxline_mode` its `eval_mode`: None is the command line's.
+  Durable checkpoints are evaluated once each, in the order of their steps, even
+  if the evaluation is restarted. `writer` is the `eval_writer` of the run, and
+  `jaxline_mode` its `eval_mode`; None means the mode of the command line.
 
   Raises:
-    UsageError: there is no checkpoint for `one_off_evaluate` or of a step in
-      `eval_steps`; or `evaluate` did not return the best metric.
+    UsageError: there is no checkpoint for `one_off_evaluate` or for a step in
+      `eval_steps`, or `evaluate` did not return the best metric.
   """
   mode = debug.settings.mode if jaxline_mode is None else jaxline_mode
   Run(

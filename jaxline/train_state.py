@@ -1,4 +1,4 @@
-"""What a training step changes: the state, its shapes and its sharding."""
+"""The state of sharded steps: initialization, sharding, averaged weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -18,8 +18,8 @@ from jaxline.base import trees
 from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
-# The entry of a model state with the average of the weights over the steps, if
-# the experiment keeps one: see `average_weights`.
+# If an experiment averages its weights over the steps (see `average_weights`),
+# this entry of its model state holds the average.
 EMA = 'ema'
 
 
@@ -29,12 +29,12 @@ class TrainState:
   """Everything that a step changes.
 
   Attributes:
-    step: number of steps done, an int32 scalar.
-    params: the weights that the optimizer changes.
-    model_state: what the loss function itself changes, such as statistics.
+    step: number of completed steps, an int32 scalar.
+    params: the weights, which the optimizer changes.
+    model_state: state that the loss function returns, such as statistics.
     opt_state: the optimizer's state.
-    skipped: number of steps that `on_nonfinite = 'skip'` left out, [2] int32:
-      in a row up to now, and in all.
+    skipped: number of steps that `on_nonfinite = 'skip'` discarded, [2] int32:
+      consecutive ones up to this step, and the total.
   """
 
   step: Any
@@ -52,7 +52,7 @@ def init_state(
   rng: jax.Array,
   trainable_rules: str | Sequence[str] | None = None,
 ) -> TrainState:
-  """Returns the state before the first step; `Logical` weights stay so."""
+  """Returns the initial state; keeps the axis names of `Logical` weights."""
   params, model_state = strongly_typed(init_fn(rng))
   trains = trainable_only(partitioning.unbox(params), trainable_rules)
   step = jnp.zeros((), jnp.int32)
@@ -62,25 +62,22 @@ def init_state(
 
 
 def strongly_typed(tree: Any) -> Any:
-  """Replaces the weak types of Python numbers by strong ones.
-
-  The first step would do so, and the second step would be compiled again.
-  """
+  """Replaces weak types of Python numbers, to avoid a second compilation."""
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
 
 
 @dataclasses.dataclass(eq=False)
 class Layout:
-  """The shapes and the sharding of what `init(rng)` returns, before it does."""
+  """The shapes and shardings of the state, without running `init(rng)`."""
 
   init: Callable[[jax.Array], TrainState]
   rng: jax.Array
   partitioner: partitioning.Partitioner
 
-  # Cached, since every save needs it while training waits.
+  # Cached, since training waits for it at every save.
   @functools.cached_property
   def named(self) -> TrainState:
-    """The shapes of the state, with the names of the weights' axes."""
+    """The shapes of the state, with the axis names of the weights."""
     return jax.eval_shape(self.init, self.rng)
 
   @functools.cached_property
@@ -101,7 +98,7 @@ class Layout:
     )
 
   def make(self) -> TrainState:
-    """Returns the initial state. No array is ever whole on a device."""
+    """Returns the initial state; each device makes only its own shards."""
     if lines := self.partitioner.undersharded_weights(self.named.params):
       text = 'These weights are split less than the sharding asks for:\n%s'
       logging.info(text, '\n'.join(lines))
@@ -109,8 +106,8 @@ class Layout:
     if jax.default_backend() == 'cpu' and not jax.config.read(
       'jax_disable_most_optimizations'
     ):
-      # Random numbers take longer to compile than to make: with fewer
-      # optimizations half as long, for the same bits.
+      # Compiling the random numbers takes longer than making them. Fewer
+      # optimizations halve that time and give the same bits.
       options = {'xla_backend_optimization_level': 1}
     make = jax.jit(
       lambda rng: partitioning.unbox(self.init(rng)),
@@ -121,25 +118,25 @@ class Layout:
 
 
 def trainable(params: Any, rules: str | Sequence[str]) -> Any:
-  """Returns a tree of bools: which weights train.
+  """Returns a tree of bools: whether each weight trains.
 
-  A weight trains if one of the regular expressions `rules` matches its whole
-  name, such as 'embedding/norm/scale'; one that matches none is an error.
+  A weight trains if one of the regular expressions `rules` matches its full
+  name, such as 'embedding/norm/scale'. A rule that matches no name is an error.
   """
   trains = dict.fromkeys(trees.named_leaves(params), False)
   for rule in [rules] if isinstance(rules, str) else rules:
     found = [name for name in trains if re.fullmatch(rule, name)]
     if not found:
       raise errors.UsageError(
-        f'{rule!r} in trainable matches the whole name of no weight; nearest'
-        f' are {errors.nearest(rule, trains, n=8, cutoff=0)}.'
+        f'{rule!r} in trainable must match the full name of a weight, and does'
+        f' not. Similar: {errors.nearest(rule, trains, n=8, cutoff=0)}.'
       )
     trains |= dict.fromkeys(found, True)
   return jax.tree.unflatten(jax.tree.structure(params), trains.values())
 
 
 def trainable_only(params: Any, rules: str | Sequence[str] | None) -> Any:
-  """Returns the weights with None for those that do not train, if any."""
+  """Returns the weights, with None in place of those that do not train."""
   if rules is None:
     return params
   mask = trainable(params, rules)
@@ -147,7 +144,7 @@ def trainable_only(params: Any, rules: str | Sequence[str] | None) -> Any:
 
 
 def merge_frozen(params: Any, whole: Any) -> Any:
-  """Returns weights with those of `whole` in place of each None."""
+  """Returns `params`, with each None replaced by the weight of `whole`."""
   return jax.tree.map(
     lambda x, frozen: frozen if x is None else x,
     params,
@@ -159,19 +156,19 @@ def merge_frozen(params: Any, whole: Any) -> Any:
 def average_weights(
   before: TrainState, after: TrainState, decay: float
 ) -> dict[str, Any]:
-  """Returns the model state with a new moving average of the weights.
+  """Returns the model state with an updated moving average of the weights.
 
-  For `after_update`. `init_fn` puts the initial weights into the entry `EMA` of
-  the model state as it returns them, so that the average is sharded like them.
+  Return it from `after_update`. Let `init_fn` put its initial weights into the
+  entry `EMA` of the model state too, so that the average is sharded like them.
 
-  It averages over about 1 / (1 - decay) steps. As in `optax.ema(debias=True)`,
-  the initial weights do not count, and neither do skipped steps. The average
-  keeps its dtypes: that of bfloat16 should be float32.
+  The average spans about 1 / (1 - decay) steps. As in `optax.ema(debias=True)`,
+  the initial weights do not count; neither do skipped steps. The average keeps
+  the dtypes of its entry: use float32 for the average of bfloat16 weights.
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
-  # The corrected average is kept, and not the moment of `optax.ema`, so that
-  # each checkpoint has weights to use. `expm1`, since float32 would round
-  # 1 - decay**count to few digits.
+  # Unlike `optax.ema`, keep the debiased average instead of the raw moment, so
+  # that each checkpoint has usable weights. `expm1` avoids the few digits that
+  # float32 would leave of 1 - decay**count.
   share = (1 - decay) / -jnp.expm1(count * math.log(decay))
 
   def new_average(average: jax.Array, weight: jax.Array) -> jax.Array:
@@ -183,10 +180,10 @@ def average_weights(
 
 
 def averaged_weights(state: TrainState) -> Any:
-  """Returns the average of the weights; the weights if the state has none."""
+  """Returns the averaged weights, or the weights if there is no average."""
   params, model_state = state.params, state.model_state
   has_average = isinstance(model_state, Mapping) and EMA in model_state
-  # Before its first step, a run may have only the weights of another run.
+  # At step 0, weights may come from another run, but the average does not.
   if not has_average or int(state.step) == 0:
     return params
   return jax.tree.map(
@@ -197,7 +194,7 @@ def averaged_weights(state: TrainState) -> Any:
 def differences(
   a: Any, b: Any, a_says: str, b_says: str, name: str = ''
 ) -> list[str]:
-  """Returns '{name}/{path}: {a_says} {shape}, {b_says} {shape}' for each."""
+  """Lists leaves that differ: '{path}: {a_says} {shape}, {b_says} {shape}'."""
   have, want = (trees.named_leaves(tree, name) for tree in (a, b))
 
   def shape(x: Any) -> str:

@@ -1,7 +1,7 @@
-"""The pure functions of a training step, and the sums of an evaluation.
+"""Pure functions of the sharded training step, and the sums of an evaluation.
 
-`sharded.ShardedExperiment._pure_step` puts them together: gradients, update,
-select if finite.
+`sharded.ShardedExperiment._pure_step` combines them: gradients, update, and a
+guard against values that are not finite.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,26 +28,25 @@ TrainState = train_state.TrainState
 BatchDict = inputs.BatchDict
 LossOutput = tuple[jax.Array, Mapping[str, Any], Any]
 # (params, model_state, batch, rng, is_training) ->
-# (loss, metrics, new model_state)
+# (loss, metrics, new model_state).
 LossFn = Callable[[Any, Any, BatchDict, jax.Array, bool], LossOutput]
-# loss, metrics, new model_state, gradients
+# (loss, metrics, new model_state, gradients).
 Gradients = tuple[jax.Array, metrics_lib.Metrics, Any, Any]
 
 # The entry of a batch with the weight of each row, [B] float32, or of each part
 # of a row such as a token, [B, ...].
 WEIGHTS = inputs.WEIGHTS
 
-# The entry of a model state, if it is a dict, that a step replaces by the
-# gradient of the loss with respect to it. FP8 products keep their scales there
-# (Flax's convention): the optimizer does not change them, and the norm of the
-# gradients does not include them.
+# A step replaces this entry of the model state by the gradient of the loss with
+# respect to it. FP8 products keep their scales in it (Flax's convention): the
+# optimizer does not change them, and the gradient norm does not include them.
 OVERWRITE = '_overwrite_with_gradient'
 
 SKIPPED_STEPS = 'skipped_steps'
 
 
 def is_empty(batch: BatchDict) -> jax.Array:
-  """Returns whether nothing in a batch has a weight."""
+  """Returns whether all weights of a batch are 0."""
   return ~batch[WEIGHTS].astype(bool).any()
 
 
@@ -62,15 +61,15 @@ def gradients(
   """Returns the loss, the metrics, the new model state and the gradients.
 
   In `params`, None stands for a frozen weight. If the batch is `empty`, the
-  loss and the gradients are 0, and the metrics mean nothing.
+  loss and the gradients are 0, and the metrics are meaningless.
   """
   overwritten: dict[str, Any] = {}
   if isinstance(model_state, Mapping) and OVERWRITE in model_state:
     overwritten = {OVERWRITE: model_state[OVERWRITE]}
 
-  # A loss that divides by the weights itself would be 0/0.
+  # In an empty batch, a loss that divides by the sum of weights would be 0/0.
   weights, batch = batch[WEIGHTS], copy.copy(batch)
-  # `jnp.where` has four times as many equations.
+  # `lax.select` traces to a quarter of the equations of `jnp.where`.
   batch[WEIGHTS] = jax.lax.select(empty, jnp.ones_like(weights), weights)
 
   def compute_loss(params: Any, overwritten: Any) -> tuple[jax.Array, Any]:
@@ -89,14 +88,14 @@ def gradients(
 
 
 def checked(after: TrainState, before: TrainState) -> TrainState:
-  """Returns the state after a step, after a check of its shapes and types."""
+  """Checks that a step keeps the shapes and types; returns its state."""
   after = train_state.strongly_typed(after)
   wrong = train_state.differences(after, before, 'the step returns', 'it got')
   if wrong:
     raise ValueError(
-      'The state after a step must have the shapes and types of the state'
-      ' before it. loss_fn returns the model state; the optimizer makes the'
-      ' rest.\n' + '\n'.join(wrong)
+      'A step must not change the shapes and types of its state. loss_fn'
+      ' returns the model state, and the optimizer makes the rest.\n'
+      + '\n'.join(wrong)
     )
   return after
 
@@ -109,18 +108,18 @@ def guard_step(
   grads: Any,
   empty: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Selects the state after a step by whether its numbers are finite.
+  """Discards the update of a step whose loss or gradients are not finite.
 
-  `on_nonfinite = 'skip'` returns the state before a step that is not finite,
-  with new counts, and the number of these steps in all as SKIPPED_STEPS. The
-  other modes return `after`. All return NONFINITE.
+  Only `on_nonfinite = 'skip'` does so: such a step returns the state before it
+  with new counts; the scalar SKIPPED_STEPS is the total. The other modes return
+  `after`. All modes return the scalar NONFINITE.
   """
-  # The square of a float16 is infinite from 256 on.
+  # The square of a float16 overflows from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x
   # Gradients of several types need promotion.
   with jax.numpy_dtype_promotion('standard'):
     norm = optax.tree.norm(jax.tree.map(wide, grads))
-  # It has as few equations as an `and` of both, so a step costs no more.
+  # Separate codes take no more equations than an `and` of both conditions.
   select = lambda x, *of: jax.lax.select(x, *(jnp.int32(y) for y in of))
   of_norm = functools.partial(select, jnp.isfinite(norm))
   parts = select(jnp.isfinite(loss), of_norm(0, 3), of_norm(2, 4))
@@ -129,8 +128,8 @@ def guard_step(
   nonfinite = (parts > 0).astype(jnp.int32)
   in_a_row = nonfinite * (before.skipped[0] + 1)
   in_all = before.skipped[1] + nonfinite
-  # A select is fused into the optimizer's own pass over the arrays; a branch
-  # would be a barrier between the two.
+  # XLA fuses a select into the optimizer's pass over the arrays; a branch would
+  # be a barrier between the two.
   state = jax.tree.map(
     functools.partial(jax.lax.select, nonfinite > 0),
     dataclasses.replace(before, step=after.step),
@@ -142,21 +141,21 @@ def guard_step(
 
 
 def warn_of_another_shape(before: BatchDict | None, batch: BatchDict) -> None:
-  """Warns if the shapes of a batch are not those of the trace before."""
+  """Warns if the shapes of a batch differ from those of the previous trace."""
   differ = functools.partial(train_state.differences, batch, before)
   if before and (lines := differ('now', 'before', 'batch')):
-    text = 'train_input gave a batch of another shape or type, for which the'
-    text += ' step is compiled again. Pad its batches to one shape, or to few.'
+    text = 'train_input gave a batch of a new shape or type, so the step is'
+    text += ' compiled again. Pad the batches to one shape, or to a few.'
     logging.warning('%s\n%s', text, '\n'.join(lines))
 
 
 def check_rows(outputs: Any, num_rows: int) -> Any:
-  """Returns what `eval_outputs` returned, if it has a row for each row."""
+  """Checks that each array of `eval_outputs` has the batch's number of rows."""
   shapes = {np.shape(x) for x in jax.tree.leaves(outputs)}
   if any(shape[:1] != (num_rows,) for shape in shapes):
     raise ValueError(
-      f'eval_outputs returned arrays {sorted(shapes)}; expected {num_rows} rows'
-      ' in each, as the batch has.'
+      f'eval_outputs returned arrays of shapes {sorted(shapes)}; expected'
+      f' {num_rows} rows in each, like the batch.'
     )
   return outputs
 
@@ -171,14 +170,15 @@ def set_metrics(
   reduce_outputs: Callable[[Any], Mapping[str, Any]],
   checks: bool,
 ) -> dict[str, Any]:
-  """Returns the metrics of an evaluation set, of one pass over its batches.
+  """Returns the metrics of an evaluation set after one pass over its batches.
 
-  They are the means, summed in float64 on the host, and if the step has outputs
-  what `reduce_outputs` makes of them. An `EvalFeed` gives `batches`, `rows_of`.
-  `checks` is whether scalars of the first batch must be means by its weights.
+  They are the means, summed in float64 on the host, and the metrics that
+  `reduce_outputs` computes from the outputs of `eval_outputs`, if any. An
+  `EvalFeed` provides `batches` and `rows_of`. With `checks`, the scalars of the
+  first batch are checked to be means weighted by its `weights`.
   """
   sums: Any = None
-  last: Any = None  # What the devices compute of a batch, and its rows.
+  last: Any = None  # The results of the batch in flight, and its row count.
   rows: list[Any] = []
 
   def fetch() -> Any:
@@ -189,8 +189,8 @@ def set_metrics(
     return fetched if sums is None else metrics_lib.add(sums, fetched)
 
   for i, (batch, num_given, halves) in enumerate(batches):
-    # This waits for the batch before, while this batch is transferred. Without
-    # it, batches that wait for the devices would fill their memory.
+    # Wait for the previous batch while this one is transferred. Otherwise
+    # queued batches would fill the devices' memory.
     sums, last = fetch() if i else None, None
     place = np.array([set_number, i], np.uint32)
     last = compiled_eval_step(state, batch, rng, place), num_given
@@ -198,7 +198,8 @@ def set_metrics(
       steps = (compiled_eval_step(state, x, rng, place)[0] for x in halves())
       metrics_lib.check_scalars(last[0][0], steps)
   sums = fetch()
-  means = metrics_lib.compute(sums).items()  # A 0 would be the best loss.
+  # A metric without any weight is NaN, since a 0 would be the best loss.
+  means = metrics_lib.compute(sums).items()
   found: dict[str, Any] = {
     k: float(x) if sums[k].weight else np.nan for k, x in means
   }
@@ -216,7 +217,7 @@ def set_metrics(
       if np.ndim(x) == 1 or not jax.tree_util.all_leaves([x]):
         raise TypeError(
           f'reduce_outputs returned {name!r} = {x!r}; expected a number, or an'
-          ' image of 2 dimensions or more. Give each number its name.'
+          ' image of 2 dimensions or more. Give each number a name.'
         )
     found |= reduced
   return found
@@ -234,14 +235,14 @@ def accumulate_gradients(
   num_microbatches: int,
   place_grads: Callable[[Any], Any],
 ) -> Gradients:
-  """Returns what `gradients` does, computed in microbatches.
+  """Computes `gradients` in microbatches.
 
-  The microbatches' gradients are averaged by their `weights`, which gives the
-  gradient of the whole batch if the loss is the mean by these weights. If no
-  row has a weight, the loss, the gradients and the metrics are 0.
+  It averages the gradients of microbatches by the sums of their `weights`. This
+  gives the gradient of the full batch if the loss is a mean weighted by
+  `weights`. If all weights are 0, the loss, gradients and metrics are 0.
 
-  `loss_fn` gets `rng` itself for a whole batch, and `fold_in(rng, i)` for
-  microbatch i. `place_grads` constrains the sharding of the gradients.
+  `loss_fn` gets `rng` itself if there is one microbatch, else `fold_in(rng, i)`
+  for microbatch i. `place_grads` constrains the sharding of the gradients.
   """
   if num_microbatches == 1:
     empty = is_empty(batch)
@@ -257,8 +258,8 @@ def accumulate_gradients(
     placement.check_rows(rows, partitioner, num_microbatches)
 
   def split(x: jax.Array) -> jax.Array:
-    # Microbatch i has the rows i, i + num_microbatches, ...: equally many of
-    # each device.
+    # Microbatch i has the rows i, i + num_microbatches, ..., so each device
+    # contributes the same number of rows.
     size = rows // num_microbatches
     x = x.reshape(size, num_microbatches, *x.shape[1:]).swapaxes(0, 1)
     return partitioning.constrain(x, (None, 'batch') + (None,) * (x.ndim - 2))
@@ -279,7 +280,7 @@ def accumulate_gradients(
       if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
       scaled = x * weight.astype(x.dtype)
-      # It keeps the bits: else the product is fused with the sum.
+      # The `where` keeps the bits; without it XLA fuses product and sum.
       return jnp.where(weight != 0, scaled, jnp.zeros_like(x))
 
     loss, grads = jax.tree.map(weighted, (loss, grads))

@@ -1,4 +1,4 @@
-"""JAXline's names; new code imports the modules that define them."""
+"""The names of JAXline's `utils`; new code imports the defining modules."""
 
 import functools
 
@@ -7,7 +7,7 @@ from jaxline.base import lazy
 from jaxline.base.async_lib import py_prefetch  # noqa: F401  Rebound here alone.
 import jaxline.platform  # noqa: F401  Defines the flags that were utils' own.
 
-# The errors of the library's own activities end the process, which prints them.
+# A program's activities log their errors; the library's errors end the process.
 log_activity = functools.partial(debug.log_activity, logs_error=True)
 
 lazy.complete(

@@ -1,16 +1,16 @@
 #!/bin/bash
-# A run on Cloud TPU VMs, one slice or several, by the gcloud command.
+# Runs on Cloud TPU VMs, on one slice or several, with the gcloud command.
 #
-#   launch/tpu_vm.sh create     # Asks for the TPUs, waits until they are there.
-#   launch/tpu_vm.sh install    # Brings the last commit, and installs it.
+#   launch/tpu_vm.sh create     # Requests TPUs, and waits until they are ready.
+#   launch/tpu_vm.sh install    # Copies the last commit, and installs it.
 #   launch/tpu_vm.sh run --config=configs/yours.py \
 #     --config.checkpoint_dir=gs://BUCKET/runs/a
-#   launch/tpu_vm.sh logs       # What the first worker says.
-#   launch/tpu_vm.sh stop       # SIGTERM: the run saves, and ends.
-#   launch/tpu_vm.sh delete     # Gives the TPUs back.
+#   launch/tpu_vm.sh logs       # Follows the log of the first worker.
+#   launch/tpu_vm.sh stop       # Sends SIGTERM: the run saves and ends.
+#   launch/tpu_vm.sh delete     # Releases the TPUs.
 #
-# With --dry-run before the word, the commands are printed, and not run.
-# The parameters are taken from the environment:
+# Put --dry-run before the action to print its commands without running them.
+# Set the parameters below in the environment:
 set -euo pipefail
 
 NAME=${NAME:-jaxline}
@@ -18,7 +18,8 @@ ZONE=${ZONE:-us-east5-a}
 ACCELERATOR=${ACCELERATOR:-v5p-128}
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5}
 SLICES=${SLICES:-1}
-# Such as --spot, --reserved, --network=NETWORK, --project=PROJECT.
+# Flags for gcloud, such as --spot, --reserved, --network=NETWORK and
+# --project=PROJECT.
 FLAGS=${FLAGS:-}
 # A folder of a bucket, such as gs://BUCKET/text, which `install` copies to
 # `data` on each worker.
@@ -30,7 +31,7 @@ usage() {
   exit 2
 }
 
-# Runs a command, or prints it as one can type it.
+# Runs a command, or prints it such that you can paste it into a shell.
 do_run() {
   if [ -z "$DRY_RUN" ]; then
     "$@"
@@ -51,7 +52,7 @@ tpus() {
   do_run gcloud compute tpus queued-resources "$@" "--zone=$ZONE"
 }
 
-# Runs a command on the workers that the first two arguments name.
+# Runs a command on workers: NODE, WORKER, COMMAND. NODE and WORKER may be `all`.
 on() {
   tpus ssh "$NAME" "--node=$1" "--worker=$2" "--command=$3"
 }
@@ -87,14 +88,14 @@ install() {
     trap "rm -f '$archive'" EXIT
   fi
   do_run git archive --format=tar.gz "--output=$archive" HEAD
-  # To the home directory, where no other user can put a link.
+  # Copy to the home directory, where no other user can place a link.
   tpus scp "$archive" "$NAME:jaxline.tar.gz" --node=all --worker=all
   if [ -n "$DATA" ]; then
     copy="
 mkdir -p data
 gcloud storage rsync --recursive $DATA data"
   fi
-  # The VMs' own Python can be older than 3.11; uv brings one.
+  # The Python of the VMs may be older than 3.11, so uv installs a newer one.
   on all all "set -e
 mkdir -p ~/jaxline
 cd ~/jaxline$copy
@@ -110,9 +111,10 @@ run() {
     *" --config.checkpoint_dir="*) ;;
     *) usage "run needs --config.checkpoint_dir=gs://BUCKET/RUN" ;;
   esac
-  # Not tied to the connection. Started again where it asks for it, and where it
-  # has lost another worker (docs/reference/reliability.md). If that one is gone
-  # for good, each start ends after five minutes of waiting: given up after 5.
+  # The program outlives the connection. It restarts if its exit code asks for
+  # it, or if it has lost a worker (docs/reference/reliability.md). If that
+  # worker never returns, each start ends after five minutes of waiting, and the
+  # loop gives up after five starts.
   on all all "cd ~/jaxline
 rm -f stop
 cat > run.sh << 'EOF'
@@ -140,7 +142,7 @@ logs() {
 }
 
 stop() {
-  # shellcheck disable=SC2016  # The workers' own.
+  # shellcheck disable=SC2016  # The workers expand it.
   on all all 'cd ~/jaxline && touch stop && kill -TERM "$(cat run.pid)"'
 }
 
@@ -155,6 +157,6 @@ if [ "${1:-}" = --dry-run ]; then
 fi
 case ${1:-} in
   create | install | run | logs | stop | delete) "$@" ;;
-  '') usage 'what is to be done' ;;
+  '') usage 'the action is missing' ;;
   *) usage "there is no '$1'" ;;
 esac

@@ -91,7 +91,7 @@ def test_the_way_to_go_on_after_the_last_step(config, capsys):
   fitted = jaxline.fit(Scheduled, config, {'training_steps': 4})
   assert fitted.experiment.steps == 4  # As `--config.training_steps=4` does.
   printed = capsys.readouterr().out
-  (way,) = re.findall(r'Go on: +jaxline.fit\(..., overrides=(.*)\)', printed)
+  (way,) = re.findall(r'Continue: +jaxline.fit\(..., overrides=(.*)\)', printed)
   again = jaxline.fit(Scheduled, config, ast.literal_eval(way))
   assert (again.experiment.steps, int(again.experiment.state.step)) == (8, 8)
   assert config.training_steps == 6
@@ -157,12 +157,12 @@ def test_load_and_evaluate_take_overrides(fitted):
 def test_what_is_not_there_is_refused(fitted):
   run = pathlib.Path(fitted.directory)
   for call, said in (
-    (lambda: jaxline.load(run / 'nowhere'), 'is no directory of a run'),
+    (lambda: jaxline.load(run / 'nowhere'), 'is not the directory of a run'),
     (lambda: jaxline.load_weights('s3://'), 's3://BUCKET/PATH'),
-    (lambda: jaxline.load(run, step=5), r'the steps \[3, 6\] are kept'),
+    (lambda: jaxline.load(run, step=5), r'has the steps \[3, 6\]'),
     (lambda: jaxline.load(run, series='bets'), "no checkpoint of 'bets'"),
     (lambda: jaxline.load_weights(run, step=5), 'has no step 5'),
-    (lambda: jaxline.load_weights(run / 'no'), 'is no directory'),
+    (lambda: jaxline.load_weights(run / 'no'), 'is not the directory'),
   ):
     with pytest.raises(errors.UsageError, match=said):
       call()

@@ -228,7 +228,7 @@ def test_checkpoints_in_the_memory_of_this_process(run, tmp_path):
     output = tmp_path / 'decode' / 'step_2.jsonl'
     assert texts(output) == ['a 2']
     output.unlink()
-  with pytest.raises(SystemExit, match=r'step is 3, .* steps \[2\]'):
+  with pytest.raises(SystemExit, match=r'step 3\. .* steps \[2\]'):
     run(step=3, **memory)
   with pytest.raises(SystemExit, match=r"'best'.*'durable'"):
     run(series='best', **memory)
@@ -326,13 +326,13 @@ def test_decoding_claims_and_keeps_nothing(run, trained):
 @pytest.mark.parametrize(
   ('options', 'said'),
   [
-    ({'step': 7}, r"step is 7, but of 'latest' the steps \[1, 2, 3\]"),
-    ({'series': 'best', 'step': 1}, r"of 'best' the steps \[2\]"),
+    ({'step': 7}, r"step 7. Of 'latest' it has the steps \[1, 2, 3\]"),
+    ({'series': 'best', 'step': 1}, r"Of 'best' it has the steps \[2\]"),
     ({'prompts': 'no_such.txt'}, "prompts is 'no_such.txt'"),
-    ({'prompts': 'chat.jsonl'}, 'chat.jsonl:2: Echo has no chats'),
+    ({'prompts': 'chat.jsonl'}, 'chat.jsonl:2: Echo does not support chats'),
     ({'prompts': 'bad.jsonl'}, r"bad.jsonl:3 is 'Once'"),
     ({'prompts': 'list.jsonl'}, 'list.jsonl:1 is'),
-    ({'output': './p.txt'}, "output is './p.txt', the file of the prompts"),
+    ({'output': './p.txt'}, "output is './p.txt', which is the file"),
     ({'directory': 'new'}, r"new has no checkpoint of 'latest'"),
     ({'directory': 'new', 'series': 'best'}, "set series = 'latest'"),
   ],

@@ -11,7 +11,9 @@ import types
 
 import pytest
 
+import jaxline
 from jaxline import base_config
+from jaxline import errors
 from jaxline import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -92,6 +94,69 @@ def test_names_of_pages_in_code():
       if not (ROOT / name).exists():
         wrong.append(f'{path.relative_to(ROOT)}: {name}')
   assert not wrong, '\n'.join(wrong)
+
+
+# Quoted from Python, pip, absl, JAX, XLA and Grain.
+FOREIGN = """
+, but this version of jax requires version >=
+An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib
+DEADLINE_EXCEEDED
+Failed to add port to server
+Failed to start RPC server
+File too large
+No module named
+No space left on device
+Permission denied
+RegisterTask
+Unknown command line flag
+Unknown flag
+Worker process was terminated unexpectedly with exit code
+[SPMD] Involuntary full rematerialization
+is newer than and incompatible with jax version
+jaxlib is version
+jaxlib version
+not in '>=3.11'
+requires a different Python
+stopped sending heartbeats
+"""
+
+
+def strings(path):
+  """Yields the strings of a module, with NUL in place of each value."""
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    values = (getattr(x, 'value', '') for x in parts)
+    text = ''.join(x if isinstance(x, str) else '\0' for x in values)
+    yield text * ('(?P<' not in text)  # Patterns search for messages.
+
+
+def test_messages_that_troubleshooting_quotes():
+  """The code has them, and an error that ends a run links to its section."""
+  modules = (ROOT / 'jaxline').rglob('*.py')
+  known = '\n'.join(x for path in modules for x in strings(path))
+  foreign = tuple(FOREIGN.strip().splitlines())
+  page, linked = (ROOT / 'docs' / 'troubleshooting.md').read_text(), set()
+  for section in re.split(r'^### ', page, flags=re.M)[1:]:
+    (anchor,) = anchors(f'# {section.splitlines()[0]}')
+    for quote in re.findall(r'^```text\n(.*?)^```$', section, re.M | re.S):
+      parts = (x.strip(' :;') for x in re.split(r'\.\.\.|\n', quote))
+      unknown = [x for x in parts if not x.startswith(foreign)]
+      assert [x for x in unknown if x not in known] == []
+      links = {*map(errors.link, quote.splitlines())} - {''}
+      assert links <= {f' (see docs/troubleshooting.md#{anchor})'}, quote
+      linked |= {anchor.replace('-', '_')} if links else set()
+  assert linked == errors._SECTIONS.groupindex.keys()
+
+
+def test_the_port_from_lightning_learns(tmp_path):
+  pytest.importorskip('sklearn')
+  page = (ROOT / 'docs' / 'reference' / 'from_lightning.md').read_text()
+  _, code = page.split('```python\n# examples/yours_digits.py\n')
+  (tmp_path / 'yours.py').write_text(code.partition('```')[0])
+  module = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
+  place = {'checkpoint_dir': str(tmp_path / 'run')}
+  result = jaxline.fit(module['Classifier'], module['get_config'](), place)
+  assert result.best['eval/accuracy'] > 0.85
 
 
 COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)

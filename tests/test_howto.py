@@ -57,11 +57,16 @@ def apply(root, section):
     if code.startswith('# examples/'):
       name, _, source = code.partition('\n')
       (root / name.removeprefix('# ')).write_text(source)
-  changes = [c for diff in blocks(section, 'diff') for c in hunks(diff)]
-  assert changes
-  for name, old, new in changes:
+  diffs = blocks(section, 'diff')
+  assert diffs
+  for diff in diffs:
+    change(root, diff)
+
+
+def change(root, diff):
+  for name, old, new in hunks(diff):
     text = (root / name).read_text(encoding='utf-8')
-    assert f'\n{text}'.count(f'\n{old}\n') == 1, f'{section}: {name}\n{old}'
+    assert f'\n{text}'.count(f'\n{old}\n') == 1, f'{name}\n{old}'
     text = f'\n{text}'.replace(f'\n{old}\n', f'\n{new}\n').removeprefix('\n')
     (root / name).write_text(text)
 

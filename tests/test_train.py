@@ -114,7 +114,7 @@ def test_constructors_old_and_new(cls, caplog):
   train.train(cls, config, checkpointer, None)
   module = checkpointer.get_experiment_state('latest').experiment_module
   assert type(module) is cls
-  warnings = caplog.text.count(f'{cls.__name__} takes no init_rng')
+  warnings = caplog.text.count(f'{cls.__name__} does not take init_rng')
   assert warnings == (cls is not Plain)
 
 

@@ -1,1 +1,1 @@
-"""Flow matching on digits: the velocity network, its data and samples."""
+"""Flow matching on digits."""

@@ -1,8 +1,8 @@
-"""Flow matching on handwritten digits: a network that draws images from noise.
+"""Flow matching on handwritten digits: a network turns noise into images.
 
-The network learns the velocity of points that move on straight lines from
-noise to an image (Lipman et al. 2022). Euler steps along its velocity draw new
-images. Evaluation and sampling use the average of the weights.
+The network learns the velocity of points that move on straight lines from noise
+to an image (Lipman et al. 2022). New images are drawn by Euler steps along this
+velocity. Evaluation and sampling use the average of the weights.
 
 Shapes: B images, D pixels, F features.
 """
@@ -28,7 +28,7 @@ from jaxline.metrics import writers
 from jaxline.parallel import prng
 
 _PIXELS = 64
-_NUM_EVAL = 256  # Images that are held out, the last ones.
+_NUM_EVAL = 256  # Number of images to hold out, from the end.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class Config:
   """The keys of `config.experiment_kwargs.config`.
 
   Attributes:
-    batch_size: images a step, over all devices.
+    batch_size: images per step, over all devices.
     hidden: F, the width of the network.
-    blocks: residual blocks of the network.
-    learning_rate: at its peak, from which it falls as a cosine.
-    training_steps: where the learning rate reaches 0.
-    ema_decay: the share of the averaged weights that a step keeps.
-    sample_steps: Euler steps of a sample.
-    seed: of the order of the images.
+    blocks: number of residual blocks.
+    learning_rate: peak learning rate, from which it falls along a cosine.
+    training_steps: step at which the learning rate reaches 0.
+    ema_decay: fraction of the averaged weights that a step keeps.
+    sample_steps: number of Euler steps for a sample.
+    seed: seed of the order of the images.
   """
 
   batch_size: int = 128
@@ -57,7 +57,7 @@ class Config:
 
 
 def velocity(x_BD: jax.Array, t_B: jax.Array, config: Config) -> jax.Array:
-  """The network: the velocity [B, D] of points at times from 0 to 1."""
+  """Computes the velocity [B, D] of points at times from 0 to 1."""
   frequencies = jnp.pi * jnp.arange(1, 17, dtype=jnp.float32)
   angles = t_B[:, None] * frequencies[None]
   time = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
@@ -70,7 +70,7 @@ def velocity(x_BD: jax.Array, t_B: jax.Array, config: Config) -> jax.Array:
 
 
 class Experiment(sharded.ShardedExperiment):
-  """Trains the network, and writes images that it draws."""
+  """Trains the network, and logs images that it draws."""
 
   CONFIG_CLASS = Config
   CHANGEABLE_ON_RESUME = ('experiment_kwargs.config.sample_steps',)
@@ -85,7 +85,7 @@ class Experiment(sharded.ShardedExperiment):
     )
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights, and where their average begins."""
+    """Returns the initial weights, which also initialize their average."""
     params = self.net.init(rng, jnp.zeros([1, _PIXELS]), jnp.zeros([1]))
     return params, {sharded.EMA: params}
 
@@ -103,9 +103,9 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the mean squared error of the velocity, at a time per image.
+    """Returns the mean squared error of the velocity at random times.
 
-    In evaluation `rng` is the same each time, so that losses compare.
+    `rng` is the same in each evaluation, so their losses are comparable.
     """
     del is_training
     x_BD = batch['x']
@@ -118,18 +118,18 @@ class Experiment(sharded.ShardedExperiment):
     return loss.compute(), {'loss': loss}, model_state
 
   def make_optimizer(self) -> optax.GradientTransformation:
-    """Returns Adam, whose rate falls as a cosine."""
-    # The first step has the peak, and the last one the end.
+    """Returns Adam, whose learning rate falls along a cosine."""
+    # The first step has the peak rate, and the last one has the rate 0.
     cosine = optax.cosine_decay_schedule(
       self.config.learning_rate, max(1, self.config.training_steps - 1)
     )
-    # Optax mixes the step with floats: under strict promotion it must be one.
+    # Optax mixes the step with floats, so strict promotion needs a float.
     return optax.adam(lambda step: cosine(jnp.asarray(step, jnp.float32)))
 
   def train_input(
     self, shard: base.Shard | None = None
   ) -> Iterator[sharded.BatchDict]:
-    """Returns the training images, shuffled anew in each epoch."""
+    """Returns the training images, in a new order in each epoch."""
     images = slice(-_NUM_EVAL)
     fields = {'is_training': True, 'input_random_seed': self.config.seed}
     return self._images(images, shard, **fields)
@@ -137,13 +137,13 @@ class Experiment(sharded.ShardedExperiment):
   def eval_input(
     self, shard: base.Shard | None = None
   ) -> Iterator[sharded.BatchDict]:
-    """Returns the images that are held out, once."""
+    """Returns each held-out image once."""
     return self._images(slice(-_NUM_EVAL, None), shard)
 
   def _images(
     self, part: slice, shard: base.Shard | None, **kwargs: Any
   ) -> base.BaseInput:
-    """Gives images as rows of pixels, float32 [B, D] from -1 to 1."""
+    """Returns images as rows of pixels, float32 [B, D] from -1 to 1."""
     images = digits.load()[0].reshape(-1, _PIXELS) / 8 - 1
     x_ND = images[part].astype(np.float32)
     rows = base.per_host(self.config.batch_size, shard)
@@ -152,7 +152,7 @@ class Experiment(sharded.ShardedExperiment):
   def evaluate(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, float]:
-    """Measures the loss on the held-out images, and writes a picture."""
+    """Computes the loss on the held-out images, and logs drawn images."""
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
     if writer is not None:
       images_ND = jax.device_get(self.sample(rng))
@@ -160,7 +160,7 @@ class Experiment(sharded.ShardedExperiment):
     return scalars
 
   def sample(self, rng: jax.Array) -> jax.Array:
-    """Returns images [64, D] that are drawn from noise by Euler steps."""
+    """Draws images [64, D] from noise by Euler steps."""
     rng = prng.stream(rng, 'samples')
     return self._sample(self.eval_params, rng)
 
@@ -182,7 +182,7 @@ class Experiment(sharded.ShardedExperiment):
 
 
 def _picture(images_ND: np.ndarray) -> np.ndarray:
-  """Returns a picture [1, H, W, 1] of 8 rows of 8 images, four times larger."""
+  """Enlarges 64 images four times, in a grid of 8 x 8: [1, H, W, 1]."""
   x = np.clip(images_ND / 2 + 0.5, 0, 1).reshape(8, 8, 8, 8)
   x = np.pad(x, [(0, 0), (0, 0), (1, 1), (1, 1)])
   x = x.transpose(0, 2, 1, 3).reshape(80, 80)

@@ -1,1 +1,1 @@
-"""Classifying images in JAXline's classic style: pmap and BatchNorm."""
+"""Classifies images in the per-device style of JAXline: pmap and BatchNorm."""

@@ -1,12 +1,12 @@
-"""Trains and evaluates an image classifier, in JAXline's classic style.
+"""Trains and evaluates an image classifier in the per-device style of JAXline.
 
-In this style the training state is a few attributes with a leading axis of
-local devices, `CHECKPOINT_ATTRS` names them, and `step` calls one function that
-`jax.pmap` runs on all devices at once. The two pure functions below, `update`
-and `evaluate_batch`, are those that pmap runs.
+In this style, the training state is a few attributes with a leading axis of
+local devices, which `CHECKPOINT_ATTRS` names. `step` calls one function that
+`jax.pmap` runs on all devices at once. The pure functions `update` and
+`evaluate_batch` below run under pmap.
 
 Shapes: D local devices, B images per device, H rows, W columns, C channels, K
-classes. Inside of a pmap there is no D.
+classes. Inside a pmap, there is no D.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,26 +29,30 @@ from jaxline.base import keys
 from . import input as image_input
 from . import model
 
-# The pmapped axis: gradients, BatchNorm and evaluation sums meet on it.
+# The pmapped axis, over which gradients, BatchNorm's statistics and the sums of
+# an evaluation are combined.
 _AXIS = 'i'
 _cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-# For TensorBoard: eight pixels are hard to see.
+# Enlarges pictures for TensorBoard, because eight pixels are hard to see.
 _ZOOM = 8
 _NUM_PICTURES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """What an experiment is made of; configs/image.py gives the numbers.
+  """Settings of the experiment; configs/image.py has their values.
 
   Attributes:
-    seed: of the order of the training images.
-    training_steps: when the learning rate has come down to zero.
-    warmup_fraction: the part of the training during which it rises.
-    peak_learning_rate: reached after the warm-up; then it falls as a cosine.
-    momentum: Nesterov's.
-    l2: for each weight w, l2 * w is added to its gradient. BatchNorm's scales
-      and offsets and the biases have none.
+    seed: seed of the order of the training images.
+    training_steps: step at which the learning rate reaches zero.
+    warmup_fraction: fraction of the training over which the learning rate
+      rises.
+    peak_learning_rate: learning rate after the warm-up, from which it falls
+      along a cosine.
+    momentum: Nesterov momentum.
+    l2: factor of L2 regularization, which adds l2 * w to the gradient of each
+      weight w. It does not apply to biases and to BatchNorm's scales and
+      offsets.
     train_batch_size: images per step over all devices.
     eval_batch_size: images per evaluation step over all devices.
     model: the network.
@@ -79,23 +83,23 @@ class Config:
 
 
 def decays(params: hk.Params) -> Any:
-  """Says which parameters L2 regularisation is for: those not 1-d.
+  """Selects the parameters for L2 regularization: those that are not 1-d.
 
   Args:
     params: the network's parameters.
 
   Returns:
-    The same tree, of bools.
+    A tree of bools like `params`.
   """
-  # Haiku's BatchNorm keeps a scale per channel as [1, 1, 1, C]: counting the
-  # axes would take it for a convolution's kernel.
+  # Do not count axes of size 1: Haiku's BatchNorm stores a scale per channel as
+  # [1, 1, 1, C], which would pass for the kernel of a convolution.
   return jax.tree.map(lambda x: sum(d > 1 for d in x.shape) > 1, params)
 
 
 def create_optimizer(
   config: Config,
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Returns SGD with momentum and L2, and its schedule step -> rate."""
+  """Returns SGD with momentum and L2, and its learning rate schedule."""
   warmup = max(1, int(config.warmup_fraction * config.training_steps))
   warmup_cosine = optax.warmup_cosine_decay_schedule(
     init_value=0.0,
@@ -105,9 +109,10 @@ def create_optimizer(
   )
 
   def schedule(step: Any) -> jax.Array:
-    # A float, because Optax's cosine compares it with one, and an int with a
-    # float is an error where strict promotion is on.
-    # The first step has a rate above 0, and the last one the final rate.
+    # Optax's cosine compares the step with a float. Under strict promotion, an
+    # int would be an error.
+    # The schedule is shifted by one step, so that the first step has a rate
+    # above 0 and the last one has the final rate.
     return warmup_cosine(jnp.asarray(step, jnp.float32) + 1)
 
   optimizer = optax.chain(
@@ -128,25 +133,25 @@ def update(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
 ) -> tuple[hk.Params, hk.State, optax.OptState, dict[str, jax.Array]]:
-  """One step of one device, in step with the others on the axis.
+  """Trains one step on one device, together with the others on the axis.
 
   Args:
     params: the network's parameters.
     state: BatchNorm's statistics.
     opt_state: the optimizer's state.
     batch: this device's images.
-    global_step: steps done before this one.
-    net: from `model.create`.
-    optimizer: from `create_optimizer`.
-    schedule: from `create_optimizer`.
+    global_step: the number of steps before this one.
+    net: the network, from `model.create`.
+    optimizer: the optimizer, from `create_optimizer`.
+    schedule: the learning rate, from `create_optimizer`.
 
   Returns:
     The next `params`, `state` and `opt_state`, and scalar metrics of the whole
-    batch; all the same on each device.
+    batch. They are the same on all devices.
   """
 
   def loss_fn(params: hk.Params) -> tuple[jax.Array, Any]:
-    x_BHWC = image_input.normalise(batch.x_DBHWC)
+    x_BHWC = image_input.normalize(batch.x_DBHWC)
     logits_BK, new_state = net.apply(
       params, state, None, x_BHWC, is_training=True
     )
@@ -176,19 +181,19 @@ def evaluate_batch(
   *,
   net: hk.TransformedWithState,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-  """Sums over a batch what `evaluate` averages over the split.
+  """Computes the sums over a batch of the metrics that `evaluate` averages.
 
   Args:
     params: the network's parameters.
     state: BatchNorm's statistics.
     batch: this device's images.
-    net: from `model.create`.
+    net: the network, from `model.create`.
 
   Returns:
-    Sums over the images of all devices, and this device's predicted classes
-    [B]. What has weight 0 is not in the sums.
+    Sums over the images of all devices, without images of weight 0; and this
+    device's predicted classes [B].
   """
-  x_BHWC = image_input.normalise(batch.x_DBHWC)
+  x_BHWC = image_input.normalize(batch.x_DBHWC)
   logits_BK, _ = net.apply(params, state, None, x_BHWC, is_training=False)
   prediction_B = logits_BK.argmax(-1)
   correct_B = (prediction_B == batch.y_DB).astype(jnp.float32)
@@ -201,7 +206,7 @@ def evaluate_batch(
 
 
 class Experiment(experiment.FullExperiment):
-  """The digits' experiment."""
+  """Classifies digits."""
 
   CHECKPOINT_ATTRS = {
     '_params': 'params',
@@ -214,12 +219,12 @@ class Experiment(experiment.FullExperiment):
   def __init__(
     self, mode: str, init_rng: jax.Array, config: config_dict.ConfigDict
   ):
-    """Loads the data and initialises the network.
+    """Loads the data and initializes the network.
 
     Args:
-      mode: 'train', or what evaluation was started as.
-      init_rng: the key to initialise the weights from.
-      config: the fields of `Config`.
+      mode: 'train', or a mode of evaluation.
+      init_rng: the key of the initial weights.
+      config: the values of a `Config`.
     """
     super().__init__(mode=mode, init_rng=init_rng)
     self._config = base_config.read(Config, config)
@@ -237,7 +242,7 @@ class Experiment(experiment.FullExperiment):
 
     net = model.create(self._config.model, cross_replica_axis=_AXIS)
     optimizer, schedule = create_optimizer(self._config)
-    # Donation: the new state is written where the old one was.
+    # Donated arguments: the new state overwrites the old one in memory.
     self._update = jax.pmap(
       functools.partial(
         update, net=net, optimizer=optimizer, schedule=schedule
@@ -249,7 +254,8 @@ class Experiment(experiment.FullExperiment):
       functools.partial(evaluate_batch, net=net), axis_name=_AXIS
     )
 
-    # The same weights, without BatchNorm's axis, which is only in a pmap.
+    # This network has the same weights, but no BatchNorm axis, which exists
+    # only inside a pmap.
     init_net = model.create(self._config.model, cross_replica_axis=None)
     init = jax.jit(functools.partial(init_net.init, is_training=True))
     params, state = init(init_rng, self._train_split.x_NHWC[:1])
@@ -261,9 +267,9 @@ class Experiment(experiment.FullExperiment):
     self, *, global_step: jax.Array, **unused: Any
   ) -> Mapping[str, jax.Array]:
     """Trains on the batch of this step; see the base class."""
-    del unused  # The order of the images is the only randomness.
+    del unused  # Only the order of the images is random.
     if self._train_input is None:
-      # Not in the constructor: only now is it known where a resumed run is.
+      # The constructor does not yet know the step of a resumed run.
       self._train_input = self._create_train_input(
         start_step=int(utils.get_first(global_step))
       )
@@ -288,7 +294,7 @@ class Experiment(experiment.FullExperiment):
     return iter(utils.double_buffer_on_gpu(utils.py_prefetch(create)))
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
-    """Restores the state; the input starts anew at the next step's batch."""
+    """Restores the state; the input restarts at the next step's batch."""
     super().restore_from_snapshot(snapshot_state)
     self._train_input = None
 
@@ -322,7 +328,7 @@ class Experiment(experiment.FullExperiment):
 def _pictures(
   batches: list[image_input.Batch], predictions: list[np.ndarray]
 ) -> dict[str, np.ndarray]:
-  """Returns some of the images, and of those that were misclassified."""
+  """Returns some of the images, and some of the misclassified ones."""
   is_real = np.concatenate([b.weight_DB for b in batches], axis=None) > 0
   x_NHWC = np.concatenate(
     [b.x_DBHWC.reshape(-1, *b.x_DBHWC.shape[2:]) for b in batches]

@@ -210,9 +210,9 @@ def test_split_is_stratified_disjoint_and_whole():
     np.testing.assert_array_equal(chosen, first)
 
 
-def test_normalise_knows_the_training_images_only():
+def test_normalize_knows_the_training_images_only():
   train, _ = image_input.load()
-  x_NHWC = image_input.normalise(train.x_NHWC)
+  x_NHWC = image_input.normalize(train.x_NHWC)
   assert abs(x_NHWC.mean()) < 1e-4
   assert abs(x_NHWC.std() - 1) < 1e-4
   assert x_NHWC.dtype == np.float32
@@ -374,7 +374,7 @@ def test_evaluation_averages_an_uneven_last_batch(run):
     snapshot['params'],
     snapshot['state'],
     None,
-    image_input.normalise(test.x_NHWC),
+    image_input.normalize(test.x_NHWC),
     is_training=False,
   )
   logits_NK = np.asarray(logits_NK)

@@ -1,7 +1,7 @@
-"""Scikit-learn's handwritten digits: the split, the order, the batches.
+"""Splits and batches scikit-learn's handwritten digits.
 
-`examples/digits.py` reads them. A fork for other images changes `load` and
-keeps the rest.
+`examples/digits.py` reads them. For your images, change `load` and keep the
+rest.
 
 Shapes: N images, D local devices, B images per device, H rows, W columns, C
 channels.
@@ -18,13 +18,13 @@ import numpy as np
 
 from examples import digits
 
-# One image in five of each class is for testing.
+# One image in five of each class goes to the test split.
 _TEST_EVERY = 5
 _MAX_PIXEL = 16.0
 
 
 class Split(NamedTuple):
-  """Some labelled images.
+  """Labeled images.
 
   Attributes:
     x_NHWC: the images, float32 from 0 (background) to 1 (ink).
@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 
 class Batch(NamedTuple):
-  """What one step, of training or of evaluation, sees.
+  """The batch of a step of training or of evaluation.
 
   Attributes:
     x_DBHWC: the images, float32 from 0 to 1.
@@ -51,12 +51,12 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-  """Who makes which part of a batch.
+  """The processes that share a batch.
 
   Attributes:
-    devices: D, the local devices of each process.
-    index: which process this is.
-    count: among how many.
+    devices: D, the number of local devices of each process.
+    index: the index of this process.
+    count: the number of processes.
   """
 
   devices: int
@@ -64,13 +64,13 @@ class Hosts:
   count: int
 
   def local_size(self, batch_size: int) -> int:
-    """Returns how many images of each batch are this process's.
+    """Returns the number of images in this process's part of each batch.
 
     Args:
       batch_size: images per batch over all processes.
 
     Raises:
-      ValueError: they do not divide over the devices.
+      ValueError: the batch does not divide over the devices.
     """
     devices = self.devices * self.count
     if batch_size < 1 or batch_size % devices:
@@ -85,10 +85,10 @@ class Hosts:
 def load() -> tuple[Split, Split]:
   """Reads the digits and splits them, always in the same way.
 
-  Of each class every fifth image, in the data's order and from its first one
-  on, is for testing: the classes keep their shares, and neither a seed nor a
-  version of scikit-learn moves an image from one split to the other. The same
-  people's writing is in both splits, as it is in a random split.
+  Every fifth image of each class, starting with the first one, goes to the test
+  split. So both splits have the same proportions of classes, and neither a seed
+  nor a new version of scikit-learn moves an image from one split to the other.
+  Both splits have digits of the same writers, as in a random split.
 
   Returns:
     The training split, 1433 images, and the test split, 364.
@@ -107,10 +107,10 @@ def load() -> tuple[Split, Split]:
   )
 
 
-def normalise(x_BHWC: Any) -> Any:
-  """Brings images from [0, 1] to mean 0, deviation 1 over the training split.
+def normalize(x_BHWC: Any) -> Any:
+  """Scales images to mean 0 and deviation 1 over the training split.
 
-  For the device, so that what a batch holds can also be shown.
+  Call it on the device, so that batches hold images that can be displayed.
   """
   train, _ = load()
   return (x_BHWC - train.x_NHWC.mean()) / train.x_NHWC.std()
@@ -119,19 +119,20 @@ def normalise(x_BHWC: Any) -> Any:
 def train_batches(
   split: Split, *, seed: int, start_step: int, batch_size: int, hosts: Hosts
 ) -> Iterator[Batch]:
-  """Yields the batches of the steps from `start_step` on, for ever.
+  """Yields the batches of all steps from `start_step` on, without an end.
 
-  The images are one endless row, epoch after epoch, each epoch the whole split
-  in a new order; step n takes the n-th `batch_size` of them. So what a step
-  sees is a function of the seed and the step: a resumed run repeats nothing and
-  leaves nothing out, whatever the number of devices or processes it resumes on.
+  The images form an endless sequence of epochs. Each epoch is the whole split
+  in a new order, and step n takes the n-th `batch_size` images of the sequence.
+  The images of a step therefore depend only on the seed and the step: a resumed
+  run repeats no image and skips none, even if it has a different number of
+  devices or processes.
 
   Args:
     split: the training images.
-    seed: an int of at least 0; each gives orders of its own.
-    start_step: the first step to make a batch for.
+    seed: an int of at least 0, which determines the orders.
+    start_step: the step of the first batch.
     batch_size: images per step over all processes.
-    hosts: which part of each batch to make.
+    hosts: the processes that share each batch.
 
   Yields:
     This process's part of each batch; all weights are 1.
@@ -145,7 +146,7 @@ def train_batches(
     epochs, places = np.divmod(
       np.arange(first, first + local_size), len(split.y_N)
     )
-    # More than one where an epoch ends inside of the batch.
+    # There are several epochs if one ends inside the batch.
     indices = np.concatenate(
       [
         _epoch_order(seed, int(epoch), len(split.y_N))[places[epochs == epoch]]
@@ -157,7 +158,7 @@ def train_batches(
 
 @functools.lru_cache(maxsize=4)
 def _epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
-  # Named, so that no other stream of the run can draw the same numbers.
+  # The stream has a name, so that no other stream draws the same numbers.
   stream = [seed, zlib.crc32(b'image'), epoch]
   return np.random.default_rng(stream).permutation(count)
 
@@ -167,14 +168,15 @@ def eval_batches(
 ) -> Iterator[Batch]:
   """Yields every image of a split once, in order.
 
-  The last batch is filled up with images of weight 0, so that the batches of
-  all processes have one shape and one number: one compilation, and nobody is
-  left waiting in a sum over the devices for a process that has run out.
+  The last batch is padded with images of weight 0. So all batches have one
+  shape, which needs one compilation, and all processes have the same number of
+  batches. Otherwise a process could hang in a sum over the devices because
+  another one has no batch left.
 
   Args:
     split: the images.
     batch_size: images per batch over all processes.
-    hosts: which part of each batch to make.
+    hosts: the processes that share each batch.
 
   Yields:
     This process's part of each batch.
@@ -194,6 +196,6 @@ def eval_batches(
 def _batch(
   split: Split, indices: np.ndarray, weights: np.ndarray, hosts: Hosts
 ) -> Batch:
-  """Picks images and gives each array its leading axis of local devices."""
+  """Selects images, and gives each array a leading axis of local devices."""
   arrays = split.x_NHWC[indices], split.y_N[indices], weights
   return Batch(*(x.reshape(hosts.devices, -1, *x.shape[1:]) for x in arrays))

@@ -1,9 +1,9 @@
 """A residual network (He et al. 2015) with BatchNorm across devices, in Haiku.
 
-One class is both the small network for the digits and ResNet-50 at its real
-size. The residual blocks are Haiku's (`hk.nets.ResNet.BlockGroup`). Haiku's
-whole network has four groups and a stem that makes an image four times smaller,
-which does not suit small images; here both are options.
+The same class makes the small network for the digits and a full ResNet-50. The
+residual blocks are Haiku's (`hk.nets.ResNet.BlockGroup`). Haiku's whole network
+has four groups and a stem that shrinks images by a factor of four, which does
+not suit small images. In this class, both are options.
 
 Shapes: B images, H rows, W columns, C channels, K classes.
 """
@@ -25,18 +25,19 @@ class ResNetConfig:
 
   Attributes:
     num_classes: K, the number of classes.
-    blocks_per_group: residual blocks in each group; a group is a run of blocks
-      of one width and one resolution.
-    channels_per_group: channels that each group puts out; inside a bottleneck
-      block there are a quarter of these.
-    strides: the stride of each group's first block.
-    bottleneck: blocks of 1x1, 3x3, 1x1 convolutions, whose last BatchNorm
-      starts at zero so that every block starts as the identity (Goyal et al.
-      2017); otherwise blocks of two 3x3 convolutions.
-    stem_channels: channels of the first convolution.
-    small_images: a stem of one 3x3 convolution, which keeps the resolution;
-      otherwise ImageNet's, a 7x7 convolution and a pooling, each of stride 2.
-    batch_norm_decay: how much of the running statistics a step keeps.
+    blocks_per_group: number of residual blocks in each group. The blocks of a
+      group have the same width and the same resolution.
+    channels_per_group: output channels of each group. Inside a bottleneck
+      block, there are a quarter of these.
+    strides: stride of each group's first block.
+    bottleneck: whether blocks consist of 1x1, 3x3 and 1x1 convolutions. Their
+      last BatchNorm starts at zero, so that each block starts as the identity
+      (Goyal et al. 2017). Otherwise blocks have two 3x3 convolutions.
+    stem_channels: output channels of the first convolution.
+    small_images: whether the stem is one 3x3 convolution, which keeps the
+      resolution. Otherwise it is ImageNet's: a 7x7 convolution and a pooling,
+      each of stride 2.
+    batch_norm_decay: fraction of the running statistics that a step keeps.
   """
 
   num_classes: int
@@ -55,8 +56,8 @@ class ResNetConfig:
     }
     if len({len(value) for value in groups.values()}) != 1:
       raise ValueError(
-        f'Each group needs its blocks, channels and stride; got {groups}. '
-        'Give the three the same length.'
+        f'Each group needs blocks, channels and a stride; got {groups}. Give'
+        ' the three tuples the same length.'
       )
     keys.check_attributes(
       self,
@@ -79,7 +80,7 @@ RESNET_50 = ResNetConfig(
 
 
 class ResNet(hk.Module):
-  """Images to class logits."""
+  """Maps images to the logits of classes."""
 
   def __init__(
     self,
@@ -93,7 +94,7 @@ class ResNet(hk.Module):
     Args:
       config: the size.
       cross_replica_axis: name of the pmap axis over which BatchNorm averages
-        its statistics; None where the network runs outside of a pmap.
+        its statistics; None if the network runs outside of a pmap.
       name: the Haiku module's name.
     """
     super().__init__(name=name)
@@ -108,7 +109,7 @@ class ResNet(hk.Module):
       config.stem_channels,
       kernel_shape=3 if config.small_images else 7,
       stride=1 if config.small_images else 2,
-      with_bias=False,  # The BatchNorm behind it has an offset.
+      with_bias=False,  # The BatchNorm that follows has an offset.
       name='stem_conv',
     )
     self._stem_norm = hk.BatchNorm(**batch_norm, name='stem_batchnorm')
@@ -135,7 +136,7 @@ class ResNet(hk.Module):
         )
       )
       channels_in = channels
-    # Zero logits: the loss starts at log K whatever the features are.
+    # The logits are zero at first, so the loss starts at log K.
     self._logits = hk.Linear(
       config.num_classes, w_init=jnp.zeros, name='logits'
     )
@@ -144,9 +145,9 @@ class ResNet(hk.Module):
     """Computes the logits.
 
     Args:
-      x_BHWC: normalised images, floats.
-      is_training: normalise by the batch's statistics, and remember them;
-        otherwise by the remembered ones.
+      x_BHWC: normalized images, floats.
+      is_training: whether BatchNorm uses the batch's statistics and updates the
+        running ones with them. Otherwise it uses the running statistics.
 
     Returns:
       Logits [B, K].
@@ -167,7 +168,7 @@ def create(
 
   Args:
     config: the size.
-    cross_replica_axis: see `ResNet`. Where it is given, both functions run only
+    cross_replica_axis: see `ResNet`. If it is not None, both functions run only
       inside a pmap with that axis.
 
   Returns:
@@ -177,8 +178,8 @@ def create(
   """
 
   def forward(x_BHWC: jax.Array, *, is_training: bool) -> jax.Array:
-    # Haiku's moving averages mix ints with floats, and would fail where strict
-    # promotion is on.
+    # Haiku's moving averages mix ints and floats, which fails under strict
+    # promotion.
     with jax.numpy_dtype_promotion('standard'):
       net = ResNet(config, cross_replica_axis=cross_replica_axis)
       return net(x_BHWC, is_training=is_training)
@@ -189,17 +190,17 @@ def create(
 def count_parameters(
   config: ResNetConfig, image_shape: tuple[int, int, int]
 ) -> tuple[int, int]:
-  """Counts what a network learns and remembers, without building it.
+  """Counts the parameters and statistics of a network, without creating it.
 
   Args:
     config: the size.
     image_shape: (H, W, C) of one image.
 
   Returns:
-    The number of parameters, and of BatchNorm statistics: a mean and a variance
-    per channel. Haiku keeps a second, not yet bias-corrected copy of each and a
-    step counter beside them; these carry no further information and are left
-    out, as other libraries' counts know nothing of them.
+    The number of parameters, and of BatchNorm statistics, which are a mean and
+    a variance per channel. Haiku also has a copy of each without bias
+    correction, and a step counter. They are not counted, because they add no
+    information and other libraries do not have them.
   """
   net = create(config, cross_replica_axis=None)
   params, state = jax.eval_shape(

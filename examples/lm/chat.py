@@ -1,11 +1,11 @@
-"""A chat with the model of a run, in the terminal.
+"""Chats with the model of a run in the terminal.
 
   python -m examples.lm.chat RUN [--system=TEXT] [--temperature=0.7]
 
-An answer appears while it is written. Ctrl-C ends the answer, Ctrl-D the
-program; /reset begins a new conversation. If a conversation leaves no room for
-an answer of `max_decode_steps`, its oldest turns are dropped. A run without a
-chat template continues each line as text and keeps none of them.
+An answer appears as the model writes it. Ctrl-C ends the answer; Ctrl-D ends
+the program; /reset starts a new conversation. If a conversation leaves no room
+for an answer of `max_decode_steps` tokens, its oldest turns are dropped. A run
+without a chat template continues each line as text and forgets it afterwards.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import jaxline
 from jaxline import errors
 from jaxline.metrics import lines
 
-# Keys of `decoding.Options` that are flags.
+# Keys of `decoding.Options` that have a flag.
 _KEYS = 'method', 'max_decode_steps', 'temperature', 'top_k', 'top_p'
 _CONTEXT = 8  # Tokens before an answer that its first word may depend on.
 
@@ -34,8 +34,8 @@ class Chat:
   """A conversation with the model of an experiment.
 
   Attributes:
-    messages: the turns so far; none are kept without a template.
-    why_plain: why there is no template; None if there is one.
+    messages: the turns so far; without a template, no turns are kept.
+    why_plain: the reason why there is no template; None if there is one.
   """
 
   def __init__(self, experiment: Any, *, system: str | None, seed: int):
@@ -45,7 +45,8 @@ class Chat:
     )
     if self._options.method == 'beam':
       raise errors.UsageError(
-        "A beam has no answer before its end. Use --method=sample or 'greedy'."
+        "A chat cannot show a beam's answer as it is written. Use"
+        ' --method=sample or --method=greedy.'
       )
     self.why_plain = None
     try:
@@ -60,11 +61,11 @@ class Chat:
     self.reset()
 
   def reset(self) -> None:
-    """Forgets what was said."""
+    """Starts a new conversation."""
     self.messages: list[dict[str, str]] = [*self._first]
 
   def ask(self, text: str) -> Iterator[str]:
-    """Yields the answer to a message in pieces, and keeps what was yielded."""
+    """Yields the answer to a message in pieces, and remembers these pieces."""
     if self.why_plain:
       yield from self._continue(self._experiment.encode_prompt(text))
       return
@@ -74,13 +75,13 @@ class Chat:
       for piece in self._continue(ids):
         pieces.append(piece)
         yield piece
-    finally:  # The reader may have heard enough.
+    finally:  # The caller may stop before the end of the answer.
       if pieces:
         answer = {'role': 'assistant', 'content': ''.join(pieces)}
         self.messages = [*kept, answer]
 
   def _fit(self, messages: list[dict[str, str]]) -> tuple[Any, Any]:
-    """Returns messages without the oldest turns, and their tokens."""
+    """Drops the oldest turns that do not fit; returns messages and tokens."""
     length = self._experiment.config.model.max_length
     longest = decoding.longest_prompt(self._options, length)
     first = len(self._first)
@@ -93,19 +94,19 @@ class Chat:
             _note(f'The oldest {turn - first} messages are dropped.')
           return kept, ids
     raise errors.UsageError(
-      f'The message makes {len(ids)} tokens; expected at most {longest}, of'
+      f'The message has {len(ids)} tokens; expected at most {longest} of the'
       f' {length} that the model sees. Shorten it, or lower --max_decode_steps.'
     )
 
   def _continue(self, ids: Any) -> Iterator[str]:
-    """Yields the text that follows a prompt, by whole characters."""
+    """Yields the text that follows a prompt, in whole characters."""
     self._rng, rng = jax.random.split(self._rng)
     new: list[int] = []
     shown = text = ''
     for chunk in self._experiment.stream(ids, rng, self._options):
       new += chunk
       text = decoding.new_text(self._experiment.tokenizer, ids[-_CONTEXT:], new)
-      # The next token may have the other bytes of the last character.
+      # The next token may complete the bytes of the last character.
       whole = text.rstrip('\ufffd')
       yield whole[len(shown) :]
       shown = whole
@@ -120,7 +121,7 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-  """Yields a list that Ctrl-C fills; a second Ctrl-C is as usual."""
+  """Yields a list that Ctrl-C appends to; a second Ctrl-C raises as usual."""
   seen: list[int] = []
 
   def note(number: int, frame: Any) -> None:
@@ -139,7 +140,7 @@ def converse(chat: Chat) -> None:
   mark = '> ' if sys.stdin.isatty() else ''
   while True:
     try:
-      # The locale of a UTF-8 terminal may be C.
+      # The locale may be C although the terminal is UTF-8.
       text = (
         input(mark).encode(errors='surrogateescape').decode(errors='replace')
       )
@@ -164,7 +165,7 @@ def converse(chat: Chat) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Chats; returns the exit status, 2 for an error of use."""
+  """Runs a chat; returns the exit status, which is 2 for wrong use."""
   summary, *_, rest = (__doc__ or '').partition('\n\n')
   parser = argparse.ArgumentParser(
     prog='python -m examples.lm.chat',
@@ -172,11 +173,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     epilog=rest,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument('run', type=pathlib.Path, help='the directory of a run')
-  parser.add_argument('--system', help='what the model is told first')
-  parser.add_argument('--step', type=int, help='the newest is the default')
+  parser.add_argument('run', type=pathlib.Path, help='directory of a run')
+  parser.add_argument('--system', help='system message of the conversation')
+  parser.add_argument('--step', type=int, help='step; default: the newest')
   parser.add_argument('--series', default='latest', help="'latest' or 'best'")
-  parser.add_argument('--seed', type=int, default=0, help='of the draws')
+  parser.add_argument('--seed', type=int, default=0, help='seed for sampling')
   kinds = {x.name: x.type for x in dataclasses.fields(decoding.Options)}
   for key in _KEYS:
     parser.add_argument(f'--{key}', type=kinds[key], help='as in config.decode')
@@ -185,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(stream, io.TextIOWrapper):
       is_input = stream is sys.stdin
       stream.reconfigure(errors='surrogateescape' if is_input else 'replace')
-  # `input` edits lines with it; it takes what is not ASCII for keys elsewhere.
+  # `input` can edit lines if readline is imported. But unless the encoding is
+  # UTF-8, readline takes characters that are not ASCII for keys.
   if 'utf' in (getattr(sys.stdin, 'encoding', '') or '').lower():
     with contextlib.suppress(ImportError):
       import readline  # noqa: F401

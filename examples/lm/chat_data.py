@@ -1,10 +1,10 @@
-"""Conversations in JSON lines as batches of tokens, and which of them train.
+"""Reads conversations from JSON lines, and marks the tokens that train.
 
 A line is `{"messages": [{"role": "user", "content": "Hi"}, ...]}`, or has texts
-or messages by other names (`Options`), or two answers, `chosen` and `rejected`.
-The chat template in the folder of the tokenizer.json renders it. A line is one
-document of the token cache, which holds codes: 2 * id of a token, plus 1 if the
-token trains.
+or messages under other keys (`Options`), or two answers, `chosen` and
+`rejected`. The chat template in the folder of the tokenizer.json renders it.
+Each line is one document of the token cache. Its tokens are stored as codes:
+2 * token, plus 1 if the token trains.
 
 Shapes: B rows of this host, L tokens of a row, T tokens of a conversation.
 """
@@ -33,23 +33,23 @@ from . import folder
 
 _FORMAT = 1  # A new number invalidates the caches.
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-# A template that writes the date shall write the same tokens every day.
+# A template that writes the date must write the same tokens every day.
 _TODAY = datetime.datetime(2024, 7, 26)
-_PROBE = 2**16  # Tokens to look through for a stop.
+_PROBE = 2**16  # Number of tokens to search for a stop.
 
 Messages = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-  """How a line is read, and which of its tokens train.
+  """How to read a line, and which of its tokens train.
 
   Attributes:
     train_on: 'assistant' trains the answers, each with the token that ends it;
       'all' trains every token.
     too_long: 'cut' keeps the beginning of a conversation that is longer than a
       row; 'leave_out' drops it. A line with two answers is always dropped.
-    messages: the key of the messages. Lines without it have the other keys.
+    messages: the key of the messages. The keys below are for lines without it.
     system: the key of the system's text, which a line may lack.
     user: the keys of the user's text, such as 'instruction,input'.
     assistant: the key of the answer.
@@ -73,10 +73,10 @@ class Options:
 def conversations(
   row: Any, options: Options, answers: Sequence[str] = ()
 ) -> list[Messages]:
-  """Returns the conversation of a line, or one for each key of an answer.
+  """Returns the conversation of a line, or one for each key in `answers`.
 
   Raises:
-    ValueError: the line has none.
+    ValueError: the line has no conversation.
   """
   if not isinstance(row, dict):
     raise ValueError(f'it is a {type(row).__name__}; expected an object')
@@ -91,30 +91,33 @@ def conversations(
   found = [_answered(given, row, key) for key in answers] or [given]
   for messages in found:
     roles = [*map(_role, messages)]
-    # A greeting may begin a conversation; without `messages` a key is missing.
+    # Under `messages`, a conversation may begin with an answer: a greeting. In
+    # other lines, this means that the key of the question is missing.
     has_question = has_messages or roles[:1] != ['assistant']
     has_answer = not answers or roles[-1:] == ['assistant']
     if not (roles and has_question and has_answer):
       expected = [options.messages, *options.user.split(','), *answers]
       raise ValueError(
         f'its keys {[*row]} give messages of {roles}; expected a question and'
-        f' an answer, from {expected} or the keys that `chat` names'
+        f' an answer, from {expected} or other keys set in `chat`'
       )
   return found
 
 
 def _answered(given: Messages, row: Mapping[str, Any], key: str) -> Messages:
-  """Returns the conversation that an answer makes, or is."""
+  """Returns the conversation that ends with the answer under a key."""
   said = _said(row, 'assistant', key)
   if [*map(_role, said)][:1] in (['system'], ['user']):
-    return said  # What is given repeats its question.
+    return said  # It is a whole conversation, which repeats the question.
   if said and [*map(_role, given)][-1:] == ['assistant']:
-    raise ValueError(f'its messages end with an answer, and {key!r} is another')
+    raise ValueError(
+      f'its messages end with an answer, and {key!r} has a second one'
+    )
   return given + said
 
 
 def _said(row: Mapping[str, Any], role: str, names: str) -> Messages:
-  """Returns the texts under some keys as a message, or the messages there."""
+  """Returns the texts under some keys as one message, or a key's messages."""
   keys_of_row = [name.strip() for name in names.split(',')]
   values = [x for key in keys_of_row if (x := row.get(key)) is not None]
   if len(values) == 1 and isinstance(values[0], list):
@@ -140,11 +143,11 @@ class Codes(tokenization.Tokenizer):
   def __init__(
     self, path: folder.Path, options: Options, answers: Sequence[str] = ()
   ):
-    """Reads the folder of a tokenizer.json; see `conversations`."""
+    """Reads the folder of the tokenizer.json `path`; see `conversations`."""
     self._arguments = path, options, answers
     self.options, self.answers = options, answers
     self.prompts = folder.Prompts(path)
-    # Two codes more: before each document, and between its conversations.
+    # Two more codes come before each document and between its conversations.
     self.document_id = 2 * self.prompts.vocab_size
     self.separator = self.document_id + 1
     self.vocab_size = self.separator + 1
@@ -156,11 +159,11 @@ class Codes(tokenization.Tokenizer):
     return type(self), self._arguments
 
   def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
-    """Returns codes that `_Reader` made of lines, as bytes."""
+    """Returns the codes of lines that `_Reader` has encoded as bytes."""
     return [np.frombuffer(x, np.int32) for x in texts]
 
   def _decode(self, ids: list[int]) -> str:
-    """Returns the text of ids; inputs decode ids, not codes."""
+    """Returns the text of token ids: inputs decode ids, not codes."""
     return self.prompts.decode(ids)
 
   def encode_line(self, line: bytes) -> np.ndarray:
@@ -170,7 +173,7 @@ class Codes(tokenization.Tokenizer):
       ValueError: the line cannot be read.
     """
     row = json.loads(line.decode(errors='replace'))
-    if rb'\ud' in line.lower():  # JSON can hold halves of characters.
+    if rb'\ud' in line.lower():  # JSON can hold lone surrogates.
       row = files_lib.replace_surrogates(row)
     found: list[Any] = []
     for messages in conversations(row, self.options, self.answers):
@@ -186,7 +189,9 @@ class Codes(tokenization.Tokenizer):
     (encoding,) = self.prompts.encode_rendered([whole])
     ids_T, offsets = np.array(encoding.ids, np.int32), encoding.offsets
     if len(ids_T) < 2:
-      raise ValueError(f'the template writes {whole!r}, less than two tokens')
+      raise ValueError(
+        f'the template writes {whole!r}; expected at least two tokens'
+      )
     if self.options.train_on == 'all':
       return 2 * ids_T + 1
     is_stop_T = np.isin(ids_T, self.prompts.stop_ids)
@@ -197,15 +202,15 @@ class Codes(tokenization.Tokenizer):
     # A block may end before the token that ends the turn.
     trains_T[1:] |= is_stop_T[1:] & trains_T[:-1]
     turns = [i for i, x in enumerate(messages) if x['role'] == 'assistant']
-    # No template shows where the text of a greeting begins.
+    # A greeting does not train, because no template shows where it begins.
     for i in () if spans else filter(None, turns):
       before, _ = render(messages[:i], add_generation_prompt=True)
       (start,) = self.prompts.encode_rendered([before])
       if start.ids != encoding.ids[: len(start.ids)]:
         raise ValueError(
-          f'before message {i} the template writes other tokens if it'
-          f' is not there yet, at last {before[-40:]!r}. Mark the answers'
-          ' in the template by {% generation %}, or strip the message'
+          f'if the conversation ends before message {i}, the template writes'
+          f' other tokens, at the end {before[-40:]!r}. Mark the answers in the'
+          ' template with {% generation %}, or strip the message'
         )
       after, _ = render(messages[: i + 1], add_generation_prompt=False)
       is_prefix = whole.startswith(after)
@@ -213,21 +218,23 @@ class Codes(tokenization.Tokenizer):
         begin_T < len(after) if is_prefix else np.ones(len(ids_T), bool)
       )
       is_turn_T[: len(start.ids)] = False
-      # What follows the stop, such as a new line, is never decoded.
+      # Decoding ends at the stop, so text after it, such as a new line, does
+      # not train.
       stops = np.flatnonzero(is_turn_T & is_stop_T)
       if stops.size:
         is_turn_T[stops[0] + 1 :] = False
       elif not is_prefix:
         raise ValueError(
           f'the template changes message {i} if more messages follow, and'
-          f' writes none of the stops {self.prompts.stop_ids} after it'
+          f' writes none of the stops {self.prompts.stop_ids} after it. Mark'
+          ' the answers in the template with {% generation %}'
         )
       trains_T |= is_turn_T
     return 2 * ids_T + trains_T
 
 
 class _Reader(text_files.Reader):
-  """Reads lines as codes; leaves out those that it cannot read."""
+  """Reads lines as codes, and leaves out lines that it cannot read."""
 
   tokenizer: Codes
 
@@ -252,20 +259,20 @@ def load(
   eval_fraction: float,
   cache_dir: text.Path | None,
 ) -> text.Corpus:
-  """Returns conversations as `text.load_corpus` returns documents."""
+  """Loads conversations, as `text.load_corpus` loads documents."""
   sources, notes = text_files.find(files)
   reader = _Reader(sources, codes, 'line', '', float(eval_fraction))
   corpus = token_cache.load(reader, notes, cache_dir)
   some = corpus.train.tokens[:_PROBE].astype(np.int64)
   trains, what = some & 1, 'answer ends with'
   ends = trains[:-1] > trains[1:]
-  if codes.options.train_on == 'all':  # No code shows where an answer ends.
+  if codes.options.train_on == 'all':  # Codes do not show where answers end.
     ends, what = trains[:-1] > 0, 'conversation has'
   last, stops = some[:-1][ends] >> 1, sorted({*codes.prompts.stop_ids})
   if last.size and not np.isin(last, stops).any():
     logging.warning(
-      'No %s one of the stops %s: the model does not learn to stop. See the'
-      ' template, and eos_token_id in generation_config.json.',
+      'No %s one of the stops %s, so the model does not learn to stop. Check'
+      ' the template, and eos_token_id in generation_config.json.',
       what,
       stops,
     )
@@ -283,14 +290,15 @@ def codes_of(documents: text.Documents, document: int) -> list[np.ndarray]:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ChatInput(text.TextInput):
-  """Rows of whole conversations, each as full as can be.
+  """Packs whole conversations into rows.
 
   A batch has the entries of `text.TextInput`. A conversation of T tokens takes
-  T - 1 places: its last token is only a label. With `packing='padded'` no two
-  share a row. All epochs have the same rows, in an order that is drawn.
+  T - 1 places, because its last token is only a label. With `packing='padded'`,
+  no two conversations share a row. All epochs have the same rows, in random
+  order.
 
-  Segment 2n - 1 has the first answer of a line with two, and 2n the second; the
-  weights of each answer sum to 1/2.
+  If lines have two answers, segment 2n - 1 has the first answer of a line and
+  segment 2n the second. The weights of each answer sum to 1/2.
   """
 
   packing: str = 'packed'
@@ -301,7 +309,8 @@ class ChatInput(text.TextInput):
       self.refuse('packing', "'packed' or 'padded'")
     documents, codes = self._documents, self._documents.tokenizer
     self._cuts = codes.options.too_long == 'cut' and not codes.answers
-    # Not the document's own token, the separator, and the last of each.
+    # Leave out the document's first code, the separator, and the last token of
+    # each conversation.
     sizes = np.diff(documents.starts, append=documents.tokens.size)
     sizes -= 4 if codes.answers else 2
     is_long = sizes > self.length
@@ -312,12 +321,12 @@ class ChatInput(text.TextInput):
     sizes[is_long] = self.length if self._cuts else 0
     self._sizes = sizes
     if not sizes.any():
-      self.refuse('length', 'as many tokens as one of the conversations has')
+      self.refuse('length', 'at least the length of one conversation')
     self._rows = _pack(sizes, self.length, self.packing == 'packed')
     self.set_num_rows(self._rows[1].size - 1)
 
   def documents_of(self, record: int) -> np.ndarray:
-    """Returns which documents a row has, int64 [n]."""
+    """Returns the numbers of the documents of a row, int64 [n]."""
     documents, firsts = self._rows
     row = record * self._num_rows // self._num_records
     return documents[firsts[row] : firsts[row + 1]]
@@ -346,10 +355,10 @@ class ChatInput(text.TextInput):
     return batch
 
   def describe(self) -> str:
-    """Returns how many conversations, rows and tokens there are, in lines."""
+    """Returns lines with the numbers of conversations, rows and tokens."""
     documents, codes = self._documents, self._documents.tokenizer
     is_token = documents.tokens < codes.document_id
-    # `read` makes labels of all tokens but the first of a conversation.
+    # All tokens of a conversation are labels, except the first.
     is_label = is_token[1:] & is_token[:-1]
     trains = 1 + np.flatnonzero(is_label & (documents.tokens[1:] & 1))
     begins, more = documents.starts, 4 if codes.answers else 2
@@ -374,19 +383,19 @@ class ChatInput(text.TextInput):
 def _pack(
   sizes: np.ndarray, length: int, shares: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Divides documents among rows: each into the fullest one that has room.
+  """Puts each document into the fullest row that has room for it.
 
   Args:
-    sizes: places that each document takes; one without is left out.
-    length: places of a row.
-    shares: whether a row may have several.
+    sizes: number of places that each document takes; 0 leaves it out.
+    length: number of places of a row.
+    shares: whether a row may have several documents.
 
   Returns:
     The documents, row by row, and where each row begins in them, [rows + 1].
   """
   rows: list[list[int]] = []
-  rooms: list[int] = []  # What rows have left, ascending.
-  of_room = collections.defaultdict(list)  # The rows.
+  rooms: list[int] = []  # Free places of rows that are not full, sorted.
+  of_room = collections.defaultdict(list)  # Free places -> rows.
   order = np.argsort(-sizes, kind='stable')[: np.count_nonzero(sizes > 0)]
   for document, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
     place, room, row = bisect.bisect_left(rooms, size), length, []

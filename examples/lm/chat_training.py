@@ -1,6 +1,6 @@
 """Fine-tunes a language model on conversations: see docs/chat_training.md.
 
-Shapes: B batch, L length, P pairs of a row, 2 the chosen and the rejected.
+Shapes: B batch, L length, P pairs of a row, 2 chosen and rejected.
 """
 
 from collections.abc import Iterator
@@ -22,22 +22,22 @@ from . import folder
 from . import model
 
 _ANSWERS = {'cross_entropy': (), 'dpo': ('chosen', 'rejected')}
-_REFERENCE = 'reference'  # In the model state: weights that do not change.
+_REFERENCE = 'reference'  # Key of DPO's frozen weights in the model state.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(experiment.Config):
-  """What the experiment needs besides; `configs/chat.py` says why.
+  """Additional settings; `configs/chat.py` gives reasons for the values.
 
   `documents` and `text_key` have no effect.
 
   Attributes:
     chat: the format of a line, and the tokens that train.
     loss: 'cross_entropy'; or 'dpo' (Rafailov et al., 2023) for lines with
-      `chosen` and `rejected`, with the initial weights as the reference.
-    dpo_beta: the factor of log-probabilities in rewards.
-    samples: the number of held-out conversations that each evaluation answers;
-      with 0, or if none is short enough, it continues `sample_prompt`.
+      `chosen` and `rejected`. The initial weights are DPO's reference.
+    dpo_beta: factor of log-probabilities in DPO's rewards.
+    samples: number of held-out conversations that each evaluation answers. With
+      0, or if none is short enough, it continues `sample_prompt` instead.
   """
 
   chat: chat_data.Options = dataclasses.field(default_factory=chat_data.Options)
@@ -58,12 +58,12 @@ class Config(experiment.Config):
       # The two answers of a pair would share the capacity of their row.
       if self.loss == 'dpo' and (value := getattr(self.model, name)):
         raise ValueError(
-          f"model.{name}={value} has no place in loss='dpo'; set it to 0."
+          f"loss='dpo' does not support model.{name}={value}; set it to 0."
         )
 
 
 class Experiment(experiment.Experiment):
-  """Trains a language model to answer as the assistant does."""
+  """Trains a language model to answer like the assistant."""
 
   CONFIG_CLASS = Config
   INPUT = chat_data.ChatInput
@@ -74,7 +74,7 @@ class Experiment(experiment.Experiment):
   config: Config
 
   def load_corpus(self) -> text.Corpus:
-    """Returns the conversations to train and to evaluate on."""
+    """Returns the training conversations and the held-out ones."""
     config, path = self.config, str(self._tokenizer_file).partition('#')[0]
     codes = chat_data.Codes(path, config.chat, _ANSWERS[config.loss])
     corpus = chat_data.load(
@@ -91,13 +91,13 @@ class Experiment(experiment.Experiment):
     return corpus
 
   def encode_prompt(self, prompt: folder.Prompt | np.ndarray) -> np.ndarray:
-    """Returns the tokens of a prompt, which may be tokens already."""
+    """Returns the tokens of a prompt; an array is returned as it is."""
     if isinstance(prompt, np.ndarray):
       return prompt
     return super().encode_prompt(prompt)
 
   def row_losses(self, *args: Any) -> jax.Array:
-    """Returns the mean cross entropy of each row's tokens, or loss of pairs."""
+    """Returns the mean loss of each row, over its tokens or its pairs."""
     if self.config.loss == 'cross_entropy':
       return super().row_losses(*args)
     found, weights_BP = self._preferences(*args, is_training=True)
@@ -106,13 +106,16 @@ class Experiment(experiment.Experiment):
 
   @property
   def _has_reference(self) -> bool:
-    """Whether a reference is kept: adapters alone leave one as it is."""
+    """Whether the model state keeps a reference for DPO.
+
+    If only adapters train, the weights without them are the reference.
+    """
     config = self.config
     is_frozen = config.lora.rank and not config.trainable
     return config.loss == 'dpo' and not is_frozen
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights, and the reference in the model state."""
+    """Adds the reference, if it is needed, to the model state."""
     params, model_state = super().init_fn(rng)
     if self._has_reference:
       model_state = {**model_state, _REFERENCE: params}
@@ -126,7 +129,7 @@ class Experiment(experiment.Experiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the mean loss of the tokens that train, in nats, or of pairs."""
+    """Returns the mean loss over tokens that train, in nats, or over pairs."""
     args = params, model_state, batch, rng, is_training
     if self.config.loss == 'cross_entropy':
       sums = self._sums(*args)
@@ -146,12 +149,12 @@ class Experiment(experiment.Experiment):
     rng: jax.Array,
     is_training: bool,
   ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the loss of each pair, and its rewards, [B, P]; and weights."""
+    """Returns the loss and the rewards of each pair, and weights, [B, P]."""
     config, segments_BL = self.config, batch['segment_ids']
     length = segments_BL.shape[1]
 
     def by_pair(x_BL: jax.Array) -> jax.Array:
-      """Returns the sums over the conversations, [B, P, 2]."""
+      """Returns the sum over each conversation, [B, P, 2]."""
       add = lambda x, segments: jax.ops.segment_sum(x, segments, length + 1)
       sums = jax.vmap(add)(x_BL, segments_BL)[:, 1 : 1 + length // 2 * 2]
       return sums.reshape(-1, length // 2, 2)
@@ -200,7 +203,7 @@ class Experiment(experiment.Experiment):
     )
 
   def _questions(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens before a last answer, and the tokens of the answer."""
+    """Yields the tokens before a last answer, and those of the answer."""
     documents, left = self.corpus.eval, self.config.samples
     most = self.config.model.max_length - self.config.sample_length
     for document in range(len(documents.names) if left else 0):

@@ -1,4 +1,4 @@
-"""A language model on text: data, loss, optimizer, continuation of prompts.
+"""Trains a language model on text: data, loss, optimizer, decoding.
 
 Shapes: B batch, L length, T prompt.
 """
@@ -38,62 +38,64 @@ from . import folder
 from . import lora
 from . import model
 
-# In the class below, `lora` is the field.
+# `Config` has a field `lora`, which hides the module.
 _Lora = lora.Config
-# In the model state: biases of routers, and the tokens of each expert so far in
-# the step.
+# Keys of the model state: the biases of the routers, and the number of tokens
+# that each expert got so far in this step.
 _BIASES, _COUNTS = 'router_biases', 'router_counts'
 _DECAYS = ('linear', 'cosine')
 _PROMPT_FORMATS = ('text', 'special', 'chat')
-_CHUNK = 8  # Tokens of a stream at a time.
-# More held-out bytes than this take xz longer than a second or two.
+_CHUNK = 8  # Number of tokens that `stream` decodes at a time.
+# Above this number of held-out bytes, xz takes longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """What the experiment needs; `configs/lm.py` says why these numbers.
+  """Settings of the experiment; `configs/lm.py` gives reasons for the values.
 
   Attributes:
     model: the transformer.
     files: 'stdlib', a folder, a glob, or a list of these.
-    documents: the unit that is held out whole: 'file', 'line', 'jsonl', 'rows'
-      or 'split:SEPARATOR'; see `text.load_corpus`.
-    text_key: the entry of a line of 'jsonl' that has the text.
-    eval_fraction: share of the documents that is held out.
+    documents: the unit that is held out as a whole: 'file', 'line', 'jsonl',
+      'rows' or 'split:SEPARATOR'; see `text.load_corpus`.
+    text_key: key of the text in each line of 'jsonl' or row of 'rows'.
+    eval_fraction: fraction of the documents to hold out.
     tokenizer: 'bytes', 'stdlib', a SentencePiece '.model' or a
       'tokenizer.json'.
-    packing: what a sequence is: 'stream', 'packed' or 'padded'.
-    cache_dir: where tokens are kept; None is the user's cache.
-    batch_size: sequences a step, over all devices; rounded up to a multiple of
-      the devices that share a batch, times `gradient_accumulation_steps`.
-    length: tokens a sequence.
-    eval_batch_size: sequences a batch of evaluation.
-    eval_batches: how many batches an evaluation has; None is all that is held
-      out.
-    seed: of the order of the data.
-    training_steps: where the learning rate reaches its end.
-    learning_rate: at its peak.
-    warmup_fraction: part of the run over which it rises; the first step has
-      the peak divided by the steps of the warm-up.
-    decay: how it falls from the peak to its end: 'linear' or 'cosine'.
-    final_learning_rate: at the end, as a fraction of the peak.
+    packing: how documents fill sequences: 'stream', 'packed' or 'padded'; see
+      `text.TextInput`.
+    cache_dir: where tokens are cached; None means the user's cache.
+    batch_size: sequences per step, over all devices. It is rounded up to a
+      multiple of the number of devices that share a batch, times
+      `gradient_accumulation_steps`.
+    length: tokens per sequence.
+    eval_batch_size: sequences per evaluation batch.
+    eval_batches: batches per evaluation; None means all held-out documents.
+    seed: seed of the order of the data.
+    training_steps: step at which the learning rate reaches its final value.
+    learning_rate: peak learning rate.
+    warmup_fraction: fraction of the run over which the learning rate rises. The
+      first step has the peak divided by the number of warm-up steps.
+    decay: how the learning rate falls from its peak: 'linear' or 'cosine'.
+    final_learning_rate: final learning rate, as a fraction of the peak.
     b1: decay of Adam's first moment.
     b2: decay of Adam's second moment.
-    weight_decay: of all weights but the scales of normalisation.
-    clip_norm: the gradient's global norm is at most this.
-    trainable: regular expressions of the names of the weights that train, such
-      as 'layers/.*'; the others are frozen. None is all, or with `lora` only
-      the adapters.
-    lora: adapters of low rank.
-    sample_prompt: what the sample of each evaluation continues.
-    sample_length: tokens of the sample, besides the prompt; 0 for none.
-    sample_temperature: 1 samples the model's distribution, 0 its likeliest.
-    prompt_format: how a prompt is read. 'text': it begins with the token
-      between documents, which stops a continuation too, and no other token in
-      it is special. 'special': as transformers reads it by the tokenizer.json,
-      which finds special tokens by their names. 'chat': as the message of a
-      user, by the chat template in the folder of the tokenizer.json.
+    weight_decay: decay of all weights except the scales of normalization.
+    clip_norm: largest global norm of the gradient.
+    trainable: regular expressions for the names of the weights to train, such
+      as 'layers/.*'; the others are frozen. None means all weights, or only the
+      adapters if `lora` has any.
+    lora: low-rank adapters.
+    sample_prompt: text that the sample of each evaluation continues.
+    sample_length: tokens of the sample without its prompt; 0 means no sample.
+    sample_temperature: 1 samples from the model's distribution; 0 takes the
+      likeliest token.
+    prompt_format: how to read a prompt. 'text': start with the token between
+      documents, which stops a continuation too, and treat nothing in the text
+      as a special token. 'special': find special tokens by name, as
+      transformers does with the tokenizer.json. 'chat': treat the prompt as a
+      user's message, and apply the chat template next to the tokenizer.json.
     decode: how --jaxline_mode=decode continues prompts.
   """
 
@@ -113,7 +115,7 @@ class Config:
   training_steps: int
   learning_rate: float
   warmup_fraction: float
-  decay: str = 'cosine'  # Of runs that were begun before there was a choice.
+  decay: str = 'cosine'  # The decay of older runs, which lack the key.
   final_learning_rate: float
   b1: float
   b2: float
@@ -124,7 +126,7 @@ class Config:
   sample_prompt: str
   sample_length: int
   sample_temperature: float
-  prompt_format: str = 'text'  # Older runs have no such key.
+  prompt_format: str = 'text'  # The format of older runs, which lack the key.
   decode: decoding.Options
 
   def __post_init__(self):
@@ -154,7 +156,7 @@ class Config:
       )
     if self.length > self.model.max_length:
       raise ValueError(
-        f'length is {self.length}, more than model.max_length'
+        f'length is {self.length}; expected at most model.max_length,'
         f' {self.model.max_length}.'
       )
     if self.eval_batches is not None and self.eval_batches < 1:
@@ -165,13 +167,13 @@ class Config:
 
 
 def learning_rate_schedule(config: Config) -> optax.Schedule:
-  """Linear warm-up, then a decay to `final_learning_rate` of the peak.
+  """Returns a linear warm-up followed by a decay to `final_learning_rate`.
 
-  Of a warm-up of w steps, the first has the rate peak / w. The last step of the
-  run has the final rate.
+  The first of w warm-up steps has the rate peak / w. The last step of the run
+  has the final rate.
   """
   peak, final = config.learning_rate, config.final_learning_rate
-  # A fraction, so that a trial of nine steps has a schedule as well.
+  # The warm-up is a fraction, so even nine steps have a complete schedule.
   warmup = max(1, int(config.warmup_fraction * config.training_steps))
   steps = max(1, config.training_steps - warmup)
   if config.decay == 'linear':
@@ -181,12 +183,12 @@ def learning_rate_schedule(config: Config) -> optax.Schedule:
   schedule = optax.join_schedules(
     [optax.linear_schedule(0.0, peak, warmup), decay], [warmup]
   )
-  # Optax mixes the step with floats: under strict promotion it must be one.
+  # Optax mixes the step with floats, so strict promotion needs a float.
   return lambda step: schedule(jnp.asarray(step, jnp.float32) + 1)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-  """AdamW behind a clip of the gradient's global norm."""
+  """Returns AdamW, applied to gradients of clipped global norm."""
 
   def is_decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
@@ -207,9 +209,10 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def merged(params: Any, model_state: Any, config: Config) -> Any:
-  """Returns all arrays of the model.
+  """Merges all arrays that the model needs into one tree.
 
-  The model state has the scales of FP8 products and the biases of routers.
+  Adds the adapters to their weights, and inserts the scales of FP8 products and
+  the biases of the routers, which are in the model state.
   """
   params = lora.merge(params, config.lora)
   for key in (sharded.OVERWRITE, _BIASES):
@@ -219,16 +222,15 @@ def merged(params: Any, model_state: Any, config: Config) -> Any:
 
 
 def compression_baselines(documents: text.Documents) -> dict[str, float]:
-  """Returns bits per byte of compressors, for comparison with a model.
+  """Returns the bits per byte of compressors, to compare a model with.
 
   Args:
-    documents: held-out files. They are compressed as one, in the order of
-      their names, which is better for a compressor than one by one.
+    documents: held-out files. They are compressed together, in the order of
+      their names, which takes fewer bits than compressing each alone.
 
   Returns:
-    Bits per byte of `gzip -9` and `xz` by name, from Python's own zlib and
-    lzma, which agree with the programs to about 0.1%. Without xz where Python
-    was built without lzma.
+    Bits per byte by name, for `gzip -9` and, unless Python was built without
+    lzma, `xz`. Python's zlib and lzma agree with these programs to about 0.1%.
   """
   data = documents.data()
   compressed = {'gzip -9': gzip.compress(data, compresslevel=9, mtime=0)}
@@ -240,9 +242,9 @@ def compression_baselines(documents: text.Documents) -> dict[str, float]:
 
 
 def find_tokenizer(spec: str, *runs: str | None) -> str:
-  """Returns `Config.tokenizer`, or its file in a run if it is gone.
+  """Returns `Config.tokenizer`, or a run's copy of the file if it is gone.
 
-  A run is 'DIR' or 'DIR:STEP'.
+  Each of `runs` is 'DIR' or 'DIR:STEP'.
   """
   text, mark, rest = str(spec).partition('#')
   path = pathlib.Path(text)
@@ -259,9 +261,9 @@ class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
   CONFIG_CLASS = Config
-  INPUT = text.TextInput  # Takes the documents of `load_corpus`.
-  # How the same step is computed, how the model is evaluated and decoded, and
-  # where tokens are cached.
+  INPUT = text.TextInput  # Reads the documents of `load_corpus`.
+  # These keys only change how a step is computed, how the model is evaluated
+  # and decoded, or where tokens are cached.
   CHANGEABLE_ON_RESUME = tuple(
     f'experiment_kwargs.config.{key}'
     for key in (
@@ -286,13 +288,13 @@ class Experiment(sharded.ShardedExperiment):
   def __init__(
     self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
   ):
-    """Reads the text, except to decode.
+    """Loads the tokenizer and, unless the mode is 'decode', the text.
 
     Args:
-      mode: 'train', 'decode', or what evaluation was started as.
+      mode: 'train', 'decode', or a mode of evaluation.
       init_rng: the key of the initial weights.
       config: the values of a `Config`.
-      run_config: the config of the run: see `sharded.ShardedExperiment`.
+      run_config: the config of the run; see `sharded.ShardedExperiment`.
     """
     self.config = base_config.read(self.CONFIG_CLASS, config)
     places = 'checkpoint_dir', 'restore_from'
@@ -328,7 +330,7 @@ class Experiment(sharded.ShardedExperiment):
       print(f'Bits per byte of the held-out files: {shown}', flush=True)
 
   def load_corpus(self) -> text.Corpus:
-    """Returns the tokens to train and to evaluate on."""
+    """Returns the tokens of the training text and of the held-out text."""
     corpus = text.load_corpus(
       self.config.files,
       documents=self.config.documents,
@@ -345,10 +347,10 @@ class Experiment(sharded.ShardedExperiment):
     return corpus
 
   def _check_tokens(self) -> None:
-    """Refuses a model that is too small for the tokens, or for the sample."""
+    """Refuses a model that is too small for the tokens or for the sample."""
     config, tokenizer = self.config, self.tokenizer
     source = folder.of_tokenizer(self._tokenizer_file)
-    # Published tokenizers may have tokens of which the model has no row.
+    # A published tokenizer may have tokens for which its model has no row.
     if config.model.vocab_size < tokenizer.vocab_size and not folder.is_of(
       source, config.model.vocab_size
     ):
@@ -359,35 +361,35 @@ class Experiment(sharded.ShardedExperiment):
     prompt = len(self.encode_prompt(config.sample_prompt))
     if config.sample_length and not prompt:
       raise errors.UsageError(
-        f'sample_prompt is {config.sample_prompt!r}, which has no token;'
+        f'sample_prompt is {config.sample_prompt!r}, which has no tokens;'
         ' expected some text, or sample_length=0.'
       )
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise errors.UsageError(
-        f'sample_length is {config.sample_length}; with sample_prompt and its'
-        f' special tokens that makes {length} tokens, expected at most'
-        f' model.max_length, {config.model.max_length}, and no less than 0.'
+        f'sample_length is {config.sample_length}, which makes {length} tokens'
+        ' with sample_prompt and its special tokens; expected 0 or more, and at'
+        f' most model.max_length, {config.model.max_length}, tokens in all.'
       )
 
   def _check_rows(self, ids: np.ndarray, what: str) -> None:
-    """Refuses a text with a token of which the model has no row."""
+    """Refuses a text with a token for which the model has no row."""
     rows = self.config.model.vocab_size
     if wrong := ids[ids >= rows][:1].tolist():
       raise errors.UsageError(
-        f'{what} has token {wrong[0]}, {self.tokenizer.decode(wrong)!r},'
-        f' and the model has {rows} rows (model.vocab_size). Leave it out.'
+        f'{what} has token {wrong[0]}, {self.tokenizer.decode(wrong)!r}, but'
+        f' the model has only {rows} rows (model.vocab_size). Remove the token.'
       )
 
   @functools.cached_property
   def prompts(self) -> folder.Prompts:
-    """What the folder of the tokenizer says of prompts."""
+    """The special tokens and the chat template in the tokenizer's folder."""
     return folder.Prompts(str(self._tokenizer_file).partition('#')[0])
 
   def encode_prompt(self, prompt: folder.Prompt) -> np.ndarray:
-    """Returns the tokens of a prompt, as `config.prompt_format` says.
+    """Returns the tokens of a prompt in the format `config.prompt_format`.
 
-    A conversation is always read by the chat template.
+    The chat template is always applied to a conversation.
     """
     form = self.config.prompt_format
     if isinstance(prompt, str) and form == 'text':
@@ -401,7 +403,7 @@ class Experiment(sharded.ShardedExperiment):
     return ids
 
   def summary(self) -> dict[str, str]:
-    """Adds how many weights a token meets."""
+    """Adds the number of weights that process a token."""
     shown, config = super().summary(), self.config.model
     if config.num_experts > 1:
       active = model.active_weights(self.abstract_state().params, config)
@@ -409,7 +411,7 @@ class Experiment(sharded.ShardedExperiment):
     return shown
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights, and the model state: see `merged`."""
+    """Returns the initial weights and the model state: see `merged`."""
     params, scales = fp8.split(model.init(rng, self.config.model))
     params, biases = model.split_biases(params)
     params = lora.add(rng, params, self.config.lora)
@@ -427,14 +429,14 @@ class Experiment(sharded.ShardedExperiment):
   ) -> sharded.LossOutput:
     """Returns the mean cross entropy of the tokens, in nats.
 
-    In training, losses of the routers are added to it, and the metrics describe
-    the routers.
+    In training, the losses of the routers are added to it, and the metrics
+    include statistics of the routers.
     """
     sums = self._sums(params, model_state, batch, rng, is_training)
     nats = metrics.Mean(sums.total, sums.weight)
     documents = self.corpus.train if is_training else self.corpus.eval
-    # Each token but the documents' own is a label once: over the whole of an
-    # evaluation this is exact.
+    # Each token except the first of a document is a label once, so the result
+    # is exact for a whole evaluation.
     tokens = documents.tokens.size - len(documents.names)
     bytes_per_token = documents.num_bytes / tokens
     bits = metrics.Mean(
@@ -453,7 +455,7 @@ class Experiment(sharded.ShardedExperiment):
     values: dict[str, Any],
     model_state: Any,
   ) -> sharded.LossOutput:
-    """Completes the result of `loss_fn` by losses and metrics of routers."""
+    """Adds the losses and metrics of the routers to a result of `loss_fn`."""
     if routing is None or not is_training:
       return loss, values, model_state
     config, counts_NE = self.config.model, routing.counts_E
@@ -464,7 +466,7 @@ class Experiment(sharded.ShardedExperiment):
       'dropped_fraction': routing.dropped,
       'router_balance': routing.balance,
       'router_entropy': routing.entropy,
-      # The busiest expert has this times as many tokens as the mean.
+      # Tokens of the busiest expert, relative to the mean of all experts.
       'expert_load': counts_NE.max(1) / counts_NE.mean(1),
     }
     values = values | {key: x.mean() for key, x in means.items()}
@@ -473,7 +475,7 @@ class Experiment(sharded.ShardedExperiment):
   def after_update(
     self, before: sharded.TrainState, after: sharded.TrainState
   ) -> Any:
-    """Moves the biases of routers by the tokens of the whole step."""
+    """Moves the biases of the routers by the token counts of the whole step."""
     state = super().after_update(before, after)
     if counts := state.get(_COUNTS):
       moved = model.moved_biases(state[_BIASES], counts, self.config.model)
@@ -492,7 +494,7 @@ class Experiment(sharded.ShardedExperiment):
     sums = self._sums(
       params, model_state, batch, rng, is_training=True, by_row=True
     )
-    # In a row nothing may train.
+    # A row may have no token with a weight.
     return sums.total / jnp.maximum(sums.weight, 1)
 
   def _sums(
@@ -504,7 +506,7 @@ class Experiment(sharded.ShardedExperiment):
     is_training: bool,
     by_row: bool = False,
   ) -> model.Loss:
-    """Returns what `model.loss` does."""
+    """Calls `model.loss` on a batch."""
     packed, mask_BL = self.config.packing == 'packed', None
     if self.config.model.num_experts > 1:
       if 'segment_ids' in batch:
@@ -530,8 +532,8 @@ class Experiment(sharded.ShardedExperiment):
     return make_optimizer(self.config)
 
   def train_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
-    """Returns rows of the training documents, shuffled, for ever."""
-    # The batch of two rows that suits a laptop shall start anywhere.
+    """Returns shuffled rows of the training documents, without an end."""
+    # A config for a laptop, with a batch of two rows, must run on any devices.
     given = self.config.batch_size
     parts = self.partitioner.batch_shards * self.accumulation_steps
     if shard is not None:  # `inputs show` has more hosts than devices.
@@ -539,8 +541,8 @@ class Experiment(sharded.ShardedExperiment):
     self._rows = -(-given // parts) * parts
     if self._rows != given:
       logging.warning(
-        'A batch has %d rows and not batch_size=%d, which does not divide into'
-        ' %d parts.',
+        'A batch has %d rows instead of batch_size=%d, which does not divide'
+        ' into %d parts.',
         self._rows,
         given,
         parts,
@@ -556,7 +558,7 @@ class Experiment(sharded.ShardedExperiment):
     )
 
   def eval_input(self, shard: inputs.Shard | None = None) -> text.TextInput:
-    """Returns the held-out documents, each token once."""
+    """Returns rows of the held-out documents, with each token once."""
     return self.INPUT(
       documents=self.corpus.eval,
       batch_size=inputs.per_host(self.config.eval_batch_size, shard),
@@ -571,11 +573,11 @@ class Experiment(sharded.ShardedExperiment):
     self, state: sharded.TrainState, grads: Any, updates: Any
   ) -> dict[str, jax.Array]:
     """Adds the learning rate of the step."""
-    # As the optimizer counts: without the steps that were skipped.
+    # Use the optimizer's count, which leaves out skipped steps.
     schedules = optax.tree.get_all_with_path(
       state.opt_state, 'ScaleByScheduleState'
     )
-    count = schedules[0][1].count  # Of several optimizers all are the same.
+    count = schedules[0][1].count  # Several optimizers have the same count.
     return {
       **super().step_scalars(state, grads, updates),
       'learning_rate': learning_rate_schedule(self.config)(count),
@@ -583,9 +585,10 @@ class Experiment(sharded.ShardedExperiment):
 
   @functools.cached_property
   def _stands_alone(self) -> bool:
-    """True, once the run has a copy of an imported run's folder.
+    """Copies the folder of an imported run into this run; returns True.
 
-    The imported run may be deleted then.
+    The property is cached, so it copies only once. Afterwards, you may delete
+    the imported run.
     """
     source = folder.of_tokenizer(self._tokenizer_file)
     run = self._directory if jax.process_index() == 0 else None
@@ -596,7 +599,7 @@ class Experiment(sharded.ShardedExperiment):
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
-    """Trains on the next batch; says how many tokens it had."""
+    """Trains on the next batch, and adds the number of its tokens."""
     _ = self._stands_alone
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
     tokens = self._rows * self.config.length
@@ -614,14 +617,14 @@ class Experiment(sharded.ShardedExperiment):
     return scalars
 
   def sample(self, rng: jax.Array) -> str:
-    """Returns `sample_prompt` and the text with which the model goes on."""
+    """Returns `sample_prompt` and the model's continuation of it."""
     prompt = self.config.sample_prompt
     ((sample,),) = self._continue([prompt], rng, self.sample_options)
     return prompt + sample['text']
 
   @property
   def sample_options(self) -> decoding.Options:
-    """The options of the samples, which end as other continuations do."""
+    """The options of the samples, with the same stops as `decode`."""
     return decoding.Options(
       method='sample',
       max_decode_steps=self.config.sample_length,
@@ -634,31 +637,31 @@ class Experiment(sharded.ShardedExperiment):
   def decode(
     self, prompts: Sequence[folder.Prompt], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts as `config.decode` says.
+    """Continues prompts with the options `config.decode`.
 
     Args:
       prompts: texts, conversations as lists of messages, or dicts with
-        `messages` and `tools`; with `max_decode_steps`, no longer than
-        `max_length`.
+        `messages` and `tools`. A prompt and `max_decode_steps` together must
+        not exceed `max_length`.
       rng: a key.
 
     Returns:
-      For each its continuations, the best first: see
+      The continuations of each prompt, the best first: see
       `decoding.continue_texts`.
     """
     return self._continue(prompts, rng, self.decode_options)
 
   @property
   def decode_options(self) -> decoding.Options:
-    """The options of the config, with all that ends a text."""
+    """The options of the config, with all tokens that end a text."""
     stops = self.config.decode.stop_ids
-    # A folder says by itself what ends a text.
+    # The stops of an imported folder are complete.
     if self.config.prompt_format == 'text' or not stops:
       stops = (*stops, self.tokenizer.document_id)
     return dataclasses.replace(self.config.decode, stop_ids=stops)
 
   def check_prompt(self, prompt: folder.Prompt) -> None:
-    """Refuses a prompt that `decode` does not take."""
+    """Refuses a prompt that `decode` cannot continue."""
     config = self.config
     longest = decoding.longest_prompt(config.decode, config.model.max_length)
     ids = self.encode_prompt(prompt)
@@ -667,12 +670,14 @@ class Experiment(sharded.ShardedExperiment):
   def stream(
     self, ids: np.ndarray, rng: jax.Array, options: decoding.Options
   ) -> Iterator[list[int]]:
-    """Yields the tokens that follow a prompt, a few at a time, without a stop.
+    """Yields the tokens that follow a prompt, a few at a time.
+
+    The token that stops the continuation is left out.
 
     Args:
       ids: the prompt's tokens, at most `decoding.longest_prompt`.
       rng: a key.
-      options: how; one continuation.
+      options: how to decode, with one continuation.
     """
     config, steps = self.config.model, options.max_decode_steps
     longest = decoding.longest_prompt(options, config.max_length)
@@ -681,7 +686,7 @@ class Experiment(sharded.ShardedExperiment):
     )
     params = merged(self.eval_params, self.state.model_state, self.config)
     prefill, extend = self._stream
-    # All lengths of an answer share the same few programs.
+    # Answers of all lengths share the same few programs.
     options = dataclasses.replace(options, max_decode_steps=_CHUNK)
     put = lambda x: placement.put(x, self.partitioner.batch_sharding)
     rng = placement.put(rng, self.partitioner.replicated)
@@ -702,7 +707,7 @@ class Experiment(sharded.ShardedExperiment):
 
   @functools.cached_property
   def _stream(self) -> Any:
-    """The two programs of `stream`: of a prompt, and of some tokens."""
+    """The compiled programs of `stream`: for a prompt, and for some tokens."""
     config = self.config.model
 
     def prefill(params: Any, prompts_BT: jax.Array, steps: int) -> Any:
@@ -737,12 +742,12 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     options: decoding.Options,
   ) -> list[list[dict[str, Any]]]:
-    """Decodes texts to texts, as many rows on each device."""
+    """Continues texts with texts, with the same number of rows per device."""
     rng = placement.put(rng, self.partitioner.replicated)
 
     def run(*batch: np.ndarray) -> decoding.Decoded:
       params = merged(self.eval_params, self.state.model_state, self.config)
-      # All processes have all rows, and get all results.
+      # All processes pass all rows and get all results.
       placed = placement.put(batch, self.partitioner.batch_sharding)
       return self._decode(params, *placed, rng, options)
 
@@ -759,7 +764,7 @@ class Experiment(sharded.ShardedExperiment):
 
   @functools.cached_property
   def _decode(self) -> Any:
-    """`decoding.decode` with the model, compiled for each shape and options."""
+    """`decoding.decode` of the model, compiled per shape and options."""
     config = self.config.model
 
     def decode(
@@ -773,8 +778,8 @@ class Experiment(sharded.ShardedExperiment):
       params = model.split_layers(params, config)
 
       def step(cache: Any, tokens_BL: jax.Array, start_B: jax.Array) -> Any:
-        # Prompts begin at 0. A constant is the same position in all rows, so
-        # the cache is written in one piece.
+        # Prompts begin at 0. As a constant, it is the same position in all
+        # rows, so the cache is written in one piece.
         start = start_B if tokens_BL.shape[1] == 1 else 0
         return model.decode_step(params, tokens_BL, cache, start, config)
 

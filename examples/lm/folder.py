@@ -3,10 +3,10 @@
   folder.stop_ids('models/qwen')  # (151645, 151643)
   prompts = folder.Prompts('models/qwen/tokenizer.json')
   prompts.encode('<|im_start|>user')  # As transformers' tokenizer does.
-  prompts.encode([{'role': 'user', 'content': 'Hi'}])  # By its chat template.
+  prompts.encode([{'role': 'user', 'content': 'Hi'}])  # Uses the chat template.
 
-All that a folder says is data: a template runs in the sandbox of Jinja2, and
-nothing is imported or unpickled.
+A folder runs no code: templates run in the sandbox of Jinja2, and nothing is
+imported or unpickled.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,12 +34,12 @@ Messages = Sequence[Mapping[str, Any]]
 # A text, messages, or a dict with 'messages' and 'tools'.
 Prompt = str | Messages | Mapping[str, Any]
 
-NAME = 'huggingface'  # An imported run has its copy there.
+NAME = 'huggingface'  # Folder of an imported run that holds the copied files.
 CONFIG, GENERATION = 'config.json', 'generation_config.json'
 TEMPLATE, TEMPLATES = 'chat_template.jinja', 'additional_chat_templates'
 _OF_TOOLS = 'tool_use'  # The template of conversations with tools.
 _TOKENIZER_CONFIG = 'tokenizer_config.json'
-# What transformers reads of a folder to make a tokenizer.
+# Files from which transformers makes a tokenizer.
 _OF_TOKENIZERS = (
   'tokenizer.json', 'tokenizer.model', _TOKENIZER_CONFIG, TEMPLATE,
   'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt',
@@ -52,15 +52,15 @@ _LLAMA = 'LlamaTokenizer', 'LlamaTokenizerFast'
 _WEIGHTS = '.safetensors', '.safetensors.index.json'
 _COPIED = '.json', '.jinja', '.txt', '.md', '.model', ''
 _NOT_COPIED = 'not_copied.txt'
-_MAX_BYTES = 2**28  # The files of the largest tokenizers have 2**25.
-_MAX_TEXT = 2**26  # Characters that a template may write.
-# Around what a `generation` block writes: no text in UTF-8 has them.
+_MAX_BYTES = 2**28  # The largest tokenizers have files of 2**25 bytes.
+_MAX_TEXT = 2**26  # Number of characters that a template may write.
+# These surround the text of a `generation` block. No text in UTF-8 has them.
 _BEGIN, _END = '\udc00', '\udc01'
 
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-  """Names what cannot be read: a file may be of any shape."""
+  """Turns any error inside into a `UsageError` that names `what` was read."""
   try:
     yield
   except (errors.UsageError, ImportError):
@@ -76,10 +76,10 @@ def reading(what: str) -> Iterator[None]:
 
 
 def read(folder: Path, name: str) -> bytes | None:
-  """Returns the content of a file, or None if there is none."""
+  """Returns the content of a file, or None if it does not exist."""
   path = pathlib.Path(folder) / name
   try:
-    # The cache of Hugging Face has links, and a run has none.
+    # The cache of Hugging Face has symbolic links, but a run has none.
     is_run = pathlib.Path(folder).name == NAME
     found = path.lstat() if is_run else path.stat()
   except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +92,7 @@ def read(folder: Path, name: str) -> bytes | None:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-  """Returns the object in a file, {} if there is no file."""
+  """Returns the JSON object in a file, or {} if there is no file."""
   with reading(str(pathlib.Path(folder) / name)):
     value = json.loads(read(folder, name) or b'{}')
     if not isinstance(value, dict):
@@ -101,15 +101,15 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def of_tokenizer(spec: str) -> pathlib.Path | None:
-  """Returns the folder of `Config.tokenizer`, or None for 'bytes' and such."""
+  """Returns the folder of `Config.tokenizer`; None if it is not a path."""
   path = pathlib.Path(str(spec).partition('#')[0])
   return path.parent if path.suffix in ('.json', '.model') else None
 
 
 def tokenizer_of(path: pathlib.Path) -> str:
-  """Returns the `Config.tokenizer` of a file, with its document token.
+  """Returns the value of `Config.tokenizer` for a file.
 
-  It is named where the tokenizer does not find one by itself.
+  It names the document token if `tokenization` cannot find one by itself.
   """
   if path.suffix == '.json':
     with reading(f'{path}, {_OF_TOKENS}'):
@@ -124,16 +124,16 @@ def tokenizer_of(path: pathlib.Path) -> str:
 
 
 def is_of(folder: Path | None, vocab_size: int) -> bool:
-  """Returns whether a folder has a model with so many rows."""
+  """Returns whether a folder holds a model with `vocab_size` rows."""
   return bool(folder) and (
     read_json(folder, CONFIG).get('vocab_size') == vocab_size
   )
 
 
 def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
-  """Returns the names of the files to copy, and of the others but weights."""
+  """Returns the files to copy and the files to leave out, without weights."""
   names: tuple[list[str], list[str]] = [], []
-  # Another link may lead anywhere, and an export may be published.
+  # Links out of the cache may lead anywhere, and an export may be published.
   base = folder.resolve()
   targets = base, base.parent.parent / 'blobs'
   for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
@@ -152,7 +152,7 @@ def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
 
 
 def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:
-  """Copies a folder except its weights; returns what else is not copied."""
+  """Copies a folder without its weights; returns the other files left out."""
   names, others = _names(source)
   _copy(source, target, names)
   if others:
@@ -162,18 +162,18 @@ def copy(source: pathlib.Path, target: pathlib.Path) -> list[str]:
 
 
 def keep(source: pathlib.Path, run: pathlib.Path) -> None:
-  """Copies the folder of an imported run to another run on disk, once."""
+  """Copies the folder of an imported run into a run on disk, once."""
   target, new = run / NAME, run / f'{NAME}.new'
   if run.is_dir() and not target.exists():
     shutil.rmtree(new, ignore_errors=True)
     copy(source, new)
-    new.rename(target)  # A killed process leaves no part of a copy.
+    new.rename(target)  # If the process is killed, no partial copy remains.
 
 
 def export(source: pathlib.Path, target: pathlib.Path, is_whole: bool) -> None:
-  """Copies a folder but for its configs, or only the files of its tokenizer.
+  """Copies a folder without its configs, or only the files of its tokenizer.
 
-  It prints the names of the files that are missing.
+  Prints the names of missing files.
   """
   names, lacks = _names(source)
   if is_whole:
@@ -194,11 +194,13 @@ def _copy(source: pathlib.Path, to: pathlib.Path, names: Iterable[str]) -> None:
     shutil.copyfile(source / name, to / name)
 
 
-# What the files say.
+# Contents.
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-  """Returns the tokens that end a text, from the files in transformers' order.
+  """Returns the tokens that end a text.
+
+  Reads the files in the order of transformers.
 
   Raises:
     errors.UsageError: a value is not a token.
@@ -218,9 +220,9 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
-  """Returns the place and the text of each chat template, by its name.
+  """Returns the location and the text of each chat template, by its name.
 
-  As in transformers, files replace the templates of the tokenizer's config.
+  As in transformers, template files replace those in the tokenizer's config.
   """
   base, found = pathlib.Path(folder), {}
   files = (base / TEMPLATES).glob('*.jinja')
@@ -241,19 +243,19 @@ def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
     for name, text in given.items():
       if not isinstance(text, str | None):
         raise ValueError(f'{name!r} is {text!r:.80}; expected text')
-      (text or '').encode()  # JSON can hold halves of characters.
+      (text or '').encode()  # Raises if JSON holds a lone surrogate.
     return {name: (place, x) for name, x in given.items() if x}
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
-  """Returns a tokenizer's special tokens by name, and all it may lack."""
+  """Returns the special tokens by name, and all tokens that may be missing."""
   values = read_json(folder, _TOKENIZER_CONFIG)
   added = values.get('added_tokens_decoder')
   if added is None:  # Only old folders need the other file.
     values = {**values, **read_json(folder, 'special_tokens_map.json')}
   extra = values.get('extra_special_tokens')
   extra = extra or values.get('additional_special_tokens') or []
-  # Those that all models have come first, in this order.
+  # The names that all models have come first, in this order.
   first = [f'{x}_token' for x in _NAMED]
   others = [k for k in values if k.endswith('_token') and k not in first]
   named = {k: values[k] for k in [*first, *others] if k in values}
@@ -277,10 +279,11 @@ def _content(token: Any) -> str:
 
 
 class Prompts:
-  """Turns prompts into the tokens that transformers makes of them.
+  """Turns prompts into the same tokens as transformers.
 
-  Unlike `tokenization.Tokenizer` it reads the names of special tokens in a text
-  as these tokens, and puts before it what the file's post-processor says.
+  Unlike `tokenization.Tokenizer`, it recognizes the names of special tokens in
+  a text, and it applies the post-processor of the file, which may add a token
+  in front.
   """
 
   def __init__(self, path: Path):
@@ -291,8 +294,8 @@ class Prompts:
     self.folder = path.parent
     if path.suffix != '.json':
       raise errors.UsageError(
-        f'{path} has no special tokens and no chats; expected a tokenizer.json.'
-        ' Let transformers write one,'
+        f'{path} has no special tokens and no chat template; expected a'
+        ' tokenizer.json. Let transformers write one,'
         ' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), and import'
         " DIR again; or give texts, with prompt_format='text'."
       )
@@ -334,33 +337,33 @@ class Prompts:
       encoding = self._library.encode(prompt)
     else:
       given = prompt if isinstance(prompt, Mapping) else {'messages': prompt}
-      # A template writes all special tokens itself.
+      # The template writes all special tokens.
       (encoding,) = self.encode_rendered([self.render(**given)])
     return np.array(encoding.ids, np.int32)
 
   def encode_rendered(self, texts: Sequence[str]) -> list[Any]:
-    """Returns the `tokenizers.Encoding` of texts that `render` returned."""
+    """Returns the `tokenizers.Encoding` of each text of `render`."""
     return self._library.encode_batch(texts, add_special_tokens=False)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of tokens, with the names of special tokens."""
+    """Returns the text of tokens, including the names of special tokens."""
     return self._library.decode([*map(int, ids)], skip_special_tokens=False)
 
   @property
   def vocab_size(self) -> int:
-    """Tokens are less than it."""
+    """One more than the largest token."""
     return 1 + max(self._library.get_vocab().values(), default=-1)
 
   @functools.cached_property
   def stop_ids(self) -> tuple[int, ...]:
-    """The tokens that end an answer: the folder's, and the tokenizer's EOS."""
+    """The tokens that end an answer: the folder's and the tokenizer's EOS."""
     end = self._library.token_to_id(self._named.get('eos_token', ''))
     return (*stop_ids(self.folder), *[end] * (end is not None))
 
   @functools.cached_property
   def identity(self) -> str:
-    """The hash of all on which the tokens of a conversation depend."""
-    self._template([])  # A folder without one is refused here.
+    """A hash of everything that the tokens of a conversation depend on."""
+    self._template([])  # Refuses a folder without a template.
     library, found = self._library, self._templates
     names = self._named, self.stop_ids, library.encode_special_tokens
     texts = [found[name][1] for name in ('default', _OF_TOOLS) if name in found]
@@ -368,7 +371,7 @@ class Prompts:
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
   def render(self, messages: Messages, **options: Any) -> str:
-    """Returns the text of a conversation, by the folder's template.
+    """Renders a conversation with the folder's chat template.
 
     Args:
       messages: dicts with `role`, `content` and other keys of the template.
@@ -381,7 +384,7 @@ class Prompts:
   def render_spans(
     self, messages: Messages, *, tools: Any = None, **options: Any
   ) -> tuple[str, list[tuple[int, int]]]:
-    """Returns what `render` does, and where `generation` blocks wrote in it."""
+    """Renders a conversation; adds (begin, end) of each `generation` block."""
     if not messages or not all(isinstance(x, Mapping) for x in messages):
       raise errors.UsageError(
         f'A conversation is {messages!r:.200}; expected messages, such as'
@@ -418,7 +421,7 @@ class Prompts:
     return _templates_of(self.folder)
 
   def _template(self, tools: Any) -> Any:
-    """Returns the template that transformers takes."""
+    """Returns the template that transformers would use."""
     found = self._templates
     is_of_tools = tools is not None and _OF_TOOLS in found
     if named := found.get(_OF_TOOLS if is_of_tools else 'default'):
@@ -427,13 +430,13 @@ class Prompts:
         return _compiled(text)
     raise errors.UsageError(
       f'{self.folder} has no chat template; expected {TEMPLATE}, or'
-      f' chat_template in {_TOKENIZER_CONFIG}. Take the folder of a model for'
-      " chats, or texts with prompt_format='special'."
+      f' chat_template in {_TOKENIZER_CONFIG}. Use the folder of a chat model,'
+      " or give texts, with prompt_format='special'."
     )
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a message as transformers gives it to a template."""
+  """Returns a message as transformers passes it to a template."""
   given = {k: x for k, x in message.items() if x is not None}
   names = 'reasoning_content', 'thinking', 'reasoning'
   for reasoning in [given[name] for name in names if name in given][:1]:
@@ -448,14 +451,14 @@ def _compiled(template: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-  """Returns the Jinja2 of transformers: its settings, functions and tags."""
+  """Returns Jinja2 with the settings, functions and tags of transformers."""
   import jinja2
   from jinja2 import ext
   from jinja2 import nodes
   from jinja2 import sandbox
 
   class Generation(ext.Extension):
-    """Marks what an assistant writes."""
+    """Marks the text of the assistant, which `{% generation %}` surrounds."""
 
     tags = {'generation'}
 

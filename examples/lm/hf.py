@@ -1,4 +1,4 @@
-"""Weights of Hugging Face models: into a run, and out of one.
+"""Imports Hugging Face models into runs, and exports runs.
 
   python -m examples.lm.hf import DIR RUN
   python -m examples.lm.hf export RUN DIR [--step=N] [--series=best]
@@ -6,10 +6,10 @@
   python -m examples.lm.hf parity RUN DIR
 
 DIR has `config.json`, `*.safetensors` and `tokenizer.json`. `_FAMILIES` lists
-the models. `import` makes a run with a checkpoint of step 0. The run keeps the
-other files of DIR (`folder.py`), and `export` writes them again. `parity`
-compares a run with transformers, which needs torch: the logits, the tokens of
-prompts and chats, and the tokens that follow them.
+the supported models. `import` makes a run with a checkpoint of step 0. The run
+keeps the other files of DIR (`folder.py`), and `export` writes them again.
+`parity` compares a run with transformers: the logits, the tokens of prompts and
+chats, and the tokens that follow them. It needs torch.
 """
 
 import argparse
@@ -57,8 +57,8 @@ from . import model
 Tensors = Mapping[str, np.ndarray]
 
 _GEMMA = {'embedding_scale': True, 'norm_offset': True, 'post_norms': True}
-# `model_type` -> options that are not in its `config.json`. An export takes the
-# first that fits.
+# `model_type` -> options that its `config.json` implies. An export takes the
+# first family that fits.
 _FAMILIES: dict[str, dict[str, Any]] = {
   'llama': {},
   'mistral': {},
@@ -69,9 +69,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
   'gemma2': _GEMMA,
   'gemma3_text': {**_GEMMA, 'qk_norm': True},
 }
-# All layers of these have experts.
+# Families in which all layers have experts.
 _MIXTURES = ('mixtral', 'qwen3_moe')
-# Options that have a key of their own.
+# Option -> its key in `config.json`.
 _KEYS = {
   'vocab_size': 'vocab_size',
   'num_layers': 'num_hidden_layers',
@@ -87,7 +87,7 @@ _KEYS = {
   'experts_per_token': 'num_experts_per_tok',
   'router_normalize': 'norm_topk_prob',
 }
-# Options of experts that no family has otherwise.
+# Options of experts that have this value in all families.
 _PLAIN = {
   'router_bias_rate': 0.0,
   'router_gate': 'softmax',
@@ -107,14 +107,14 @@ _ROPES = {
   'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', _LENGTH),
 }
 _LAYERS = ('full_attention', 'sliding_attention')
-# Computations that no option of the model has.
+# Keys of computations that the model does not support.
 _OFF = (
   'attention_bias',
   'mlp_bias',
   'quantization_config',
   'use_bidirectional_attention',
 )
-# Keys that `_facts` or `_run_config` reads, besides those above.
+# Further keys that `_facts` or `_run_config` reads.
 _READ = """
   model_type head_dim hidden_act hidden_activation eos_token_id layer_types
   max_window_layers moe_intermediate_size num_local_experts
@@ -122,8 +122,8 @@ _READ = """
   rope_theta sliding_window sliding_window_pattern _sliding_window_pattern
   use_sliding_window
 """
-# Keys that do not change the logits: where a model is from, how it was trained,
-# and how other programs store it, run it and draw from its distribution.
+# Keys that do not change the logits. They describe where a model is from, how
+# it was trained, and how other programs store it, run it and sample from it.
 _NO_EFFECT = """
   _attn_implementation _name_or_path architectures attention_dropout
   attn_implementation begin_suppress_tokens bos_token_id cache_implementation
@@ -138,20 +138,21 @@ _NO_EFFECT = """
   transformers.js_config transformers_version typical_p unsloth_fixed
   unsloth_version use_cache
 """
-# Any other key is refused, unless its value is empty or this one.
+# Any other key is refused, unless it is empty or has the value in this table.
 _NEUTRAL = {'partial_rotary_factor': 1.0, 'decoder_sparse_step': 1}
-# The largest error of logits that `parity` passes, as a part of their standard
-# deviation. Rounding makes 2.2e-5 in the models of the tests, and the wrong
-# option with the least effect 4.3e-3: see docs/reference/fine_tuning.md.
+# The largest error of logits that `parity` accepts, as a fraction of their
+# standard deviation. In the models of the tests, rounding causes 2.2e-5, and
+# the wrong option with the smallest effect 4.3e-3: see
+# docs/reference/fine_tuning.md.
 _MAX_ERROR = 1e-3
-# What `parity` continues.
+# Prompts that `parity` continues.
 _PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
-_MAX_FILE = 5 * 10**9  # Bytes of a file that is written, as transformers does.
-# The table of names. In each row: our weight; its axes (N: layers); the axes of
-# the tensor (HK: H and K as one); the tensor's name; what * in that name stands
-# for, one word for each index along S. # is the number along E. Words in
-# capitals are `_words`.
+_MAX_FILE = 5 * 10**9  # Most bytes per file of an export, as in transformers.
+# The table of names. Each row has our weight, its axes (N is layers), the axes
+# of the tensor (HK is H and K merged), the tensor's name, and the words that
+# replace * in that name, one for each index along S. # is the index along E.
+# `_words` replaces names in capitals.
 _NAMES = """
 embedding/tokens              VD     V,D   model.embed_tokens.weight
 embedding/output              VD     V,D   lm_head.weight
@@ -181,15 +182,17 @@ layers/feed_forward_post_norm/scale ND D *_layernorm.weight post_feedforward
 
 
 def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what a `config.json` says of the computation, in one spelling.
+  """Returns the keys of a `config.json` that describe the computation.
 
-  Where versions of transformers differ, it is the spelling of 5. Two values are
-  resolved: `layer_types` has the window of each layer, and `rope_parameters`
-  one entry for layers without a window and one for those with it.
+  If versions of transformers differ, the result has the keys of version 5, with
+  two exceptions: `layer_types` has the window of each layer, and
+  `rope_parameters` has an entry for layers without a window and one for layers
+  with a window.
   """
   family, heads = hf['model_type'], hf['num_attention_heads']
   is_gemma = family.startswith('gemma')
-  is_qwen = family in ('qwen2', 'qwen3')  # Their windows begin with a layer.
+  # In these families, layers have windows from a certain layer on.
+  is_qwen = family in ('qwen2', 'qwen3')
   size = hf.get('head_dim') or hf['hidden_size'] // heads
   filled = {'rms_norm_eps': 1e-6, 'tie_word_embeddings': is_gemma, **hf}
   filled['head_dim'] = size
@@ -218,13 +221,13 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
     or {'gemma2': 2}.get(family, 6)
   )
 
-  def slides(i: int) -> bool:
+  def is_sliding(i: int) -> bool:
     if is_gemma:
       return (i + 1) % period != 0
     return not is_qwen or i >= hf['max_window_layers']
 
   types = hf.get('layer_types') or [
-    _LAYERS[slides(i)] for i in range(hf['num_hidden_layers'])
+    _LAYERS[is_sliding(i)] for i in range(hf['num_hidden_layers'])
   ]
   errors.check_names(types, _LAYERS, 'layer_types', 'config.json')
   uses = hf.get('use_sliding_window', not family.startswith('qwen'))
@@ -245,7 +248,7 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
   facts['rope_parameters'] = []
   for rope, theta in ropes:
     given = {key: x for key, x in rope.items() if x is not None}
-    kind = given.pop('type', 'default')  # The key's former name.
+    kind = given.pop('type', 'default')  # The former name of `rope_type`.
     given = {'rope_type': kind, 'rope_theta': theta, **given}
     if given['rope_type'] == 'llama3':
       given.setdefault(_LENGTH, hf['max_position_embeddings'])
@@ -254,9 +257,9 @@ def _facts(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the options of `ModelConfig` that a `config.json` asks for.
+  """Returns the options of `ModelConfig` for a `config.json`.
 
-  What they do not give back when they are written is refused.
+  Refuses every value that `_write_as` cannot reproduce from these options.
   """
   family = str(hf.get('model_type'))
   errors.check_names([family], _FAMILIES, 'model_type', 'config.json')
@@ -272,7 +275,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
   ]:
     raise errors.UsageError(
       f'config.json of a {family} has {", ".join(unknown)}, which examples/lm'
-      ' does not know. Remove a key that does not change the logits.'
+      ' does not know. Remove the keys that do not change the logits.'
     )
   try:
     facts = _facts(hf)
@@ -307,7 +310,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical(options: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns options with one spelling of each model, for comparison."""
+  """Returns options such that equal models have equal options."""
   new = dict(options)
   new['head_size'] = new['head_size'] or new['embed_dim'] // new['num_heads']
   new['num_kv_heads'] = new['num_kv_heads'] or new['num_heads']
@@ -325,7 +328,7 @@ def _canonical(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(config: model.ModelConfig) -> dict[str, Any]:
-  """Returns the `config.json` of a model, as transformers 4 and 5 read it."""
+  """Returns the `config.json` of a model, for transformers 4 and 5."""
   options = _canonical(dataclasses.asdict(config))
   misfits = []
   for family in _FAMILIES:
@@ -338,16 +341,17 @@ def _write_config(config: model.ModelConfig) -> dict[str, Any]:
       return written
     misfits.append(f'{family} but for {", ".join(wrong)}')
   raise errors.UsageError(
-    f'No family has this model. It is nearest to {min(misfits, key=len)}, whose'
-    ' value is in brackets. Train with these, or use'
-    ' `python -m jaxline.checkpoint export`.'
+    'No supported family has this model. The nearest is'
+    f' {min(misfits, key=len)}, with its value in brackets. Train a model with'
+    ' these values, or use `python -m jaxline.checkpoint export`.'
   )
 
 
 def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the `config.json` of the nearest model of a family.
 
-  With the keys of transformers 4, which 5 reads too. The options are canonical.
+  It has the keys of transformers 4, which version 5 reads too. The options must
+  be canonical.
   """
   is_gemma = family.startswith('gemma')
   is_qwen = family in ('qwen2', 'qwen3')
@@ -398,25 +402,25 @@ def _write_as(family: str, options: Mapping[str, Any]) -> dict[str, Any]:
 # Weights.
 
 
-_STACKED = 'NES'  # Axes of weights along which there are several tensors.
+_STACKED = 'NES'  # Axes of weights along which each index is a tensor.
 _MIXTRAL = 'block_sparse_moe w1 w3 w2'
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-  """A row of `_NAMES`; the names are [N, E, S], or what of it `ours` has."""
+  """A row of `_NAMES`; `names` has the axes N, E, S that `ours` has."""
 
   ours: str
   theirs: str
   names: np.ndarray
 
   def _stacked(self, x: np.ndarray, axes: str) -> np.ndarray:
-    """Returns a view of a part of the weight, [N, E, S, *axes]."""
+    """Returns a part of the weight as a view, [N, E, S, *axes]."""
     stack = [a for a in _STACKED if a in self.ours]
     return x.transpose([self.ours.index(a) for a in [*stack, *axes]])
 
   def write(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a weight by name: views of it."""
+    """Yields the names and the tensors of a weight, which are views of it."""
     sizes = dict(zip(self.ours, x.shape, strict=True))
     shape = [math.prod(sizes[a] for a in y) for y in self.theirs.split(',')]
     stacked = self._stacked(x, self.theirs.replace(',', ''))
@@ -426,7 +430,7 @@ class _Row:
   def read(
     self, tensors: Tensors, shape: Sequence[int], index: Sequence[slice]
   ) -> np.ndarray:
-    """Returns a part of a weight, float32; the inverse of `write`."""
+    """Returns a part of a weight in float32; the inverse of `write`."""
     sizes = dict(zip(self.ours, shape, strict=True))
     parts = dict(zip(self.ours, index, strict=True))
     lengths = [len(range(n)[parts[a]]) for a, n in sizes.items()]
@@ -442,7 +446,7 @@ class _Row:
 
 
 def _words(config: model.ModelConfig) -> dict[str, str]:
-  """Returns the family's words for the names in capitals of `_NAMES`."""
+  """Returns the words that replace the names in capitals in `_NAMES`."""
   is_qwen = config.qk_norm
   moe = 'mlp gate_proj up_proj down_proj' if is_qwen else _MIXTRAL
   second = 'pre_feedforward' if config.post_norms else 'post_attention'
@@ -451,7 +455,7 @@ def _words(config: model.ModelConfig) -> dict[str, str]:
 
 
 def _rows(config: model.ModelConfig) -> dict[str, _Row]:
-  """Returns the table of names of a model: path of a weight -> its row."""
+  """Returns the row of each weight of a model, by the path of the weight."""
   rows, words = {}, _words(config)
   table = re.sub('[A-Z]{2,}', lambda x: words.get(x[0], x[0]), _NAMES)
   for line in table.strip().splitlines():
@@ -471,7 +475,7 @@ def _rows(config: model.ModelConfig) -> dict[str, _Row]:
 def _tensors(
   weights: Tensors, config: model.ModelConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the tensors of weights, by name: views of them."""
+  """Yields the names and the tensors of weights, which are views of them."""
   rows = _rows(config)
   errors.check_names(weights, rows, 'weight', 'the checkpoint')
   for path, x in weights.items():
@@ -479,7 +483,7 @@ def _tensors(
 
 
 class _Files(Mapping[str, np.ndarray]):
-  """The tensors of files by name; one is read when it is asked for."""
+  """Maps names to the tensors of files, which are read on access."""
 
   def __init__(self, places: Mapping[str, Any]):
     self._places = places  # Name -> the open file.
@@ -494,12 +498,12 @@ class _Files(Mapping[str, np.ndarray]):
     return len(self._places)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """Returns the shape of a tensor, which is not read."""
+    """Returns the shape of a tensor without reading it."""
     return tuple(self._places[name].get_slice(name).get_shape())
 
 
 def _open(path: pathlib.Path) -> _Files:
-  """Opens the files of a folder."""
+  """Opens the safetensors files of a folder."""
   import safetensors
 
   tensors: dict[str, Any] = {}
@@ -515,8 +519,8 @@ def _open(path: pathlib.Path) -> _Files:
         tensors[name], places[name] = opened, file.name
     except (ValueError, safetensors.SafetensorError) as e:
       raise errors.UsageError(
-        f'{file} cannot be read: {e!r}; expected a whole safetensors file with'
-        f' the types {_DTYPES}. Copy or convert it.'
+        f'{file} cannot be read: {e!r}; expected a complete safetensors file'
+        f' with tensors of the types {_DTYPES}. Copy it again, or convert it.'
       ) from e
   index = path / 'model.safetensors.index.json'
   try:
@@ -530,15 +534,16 @@ def _open(path: pathlib.Path) -> _Files:
     ) from e
   if wrong and tensors:
     raise errors.UsageError(
-      f'{index} and the files do not agree on {wrong}. Copy the folder again.'
+      f'{index} and the files disagree on {wrong}. Copy the folder again.'
     )
   return _Files(tensors)
 
 
 def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
-  """Returns whether a tensor repeats what the model has without it.
+  """Returns whether the model does not need a tensor.
 
-  It is the output layer of a tied model, or a buffer of old Llamas.
+  This holds for the output layer of a tied model and for a buffer of old
+  Llamas, if they have the expected values.
   """
   size = config.head_dim
   if name == 'lm_head.weight' and config.tie_embeddings:
@@ -550,13 +555,13 @@ def _is_spare(name: str, tensors: Tensors, config: model.ModelConfig) -> bool:
     return False
   expected = config.rotary_base ** -(np.arange(0, size, 2) / size)
   found = tensors[name].astype(np.float32)
-  # Half precision has 8 bits.
+  # In bfloat16, numbers have 8 significant bits.
   return found.shape == expected.shape and np.allclose(found, expected, 1e-2, 0)
 
 
 def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
-  """Refuses tensors that are missing, left over, or not as expected."""
-  nothing = np.float32(0)  # Broadcast, it takes no memory.
+  """Refuses tensors that are missing, superfluous or of the wrong shape."""
+  nothing = np.float32(0)  # Broadcasting it takes no memory.
   weights = {k: np.broadcast_to(nothing, x.shape) for k, x in shapes.items()}
   expected = {k: x.shape for k, x in _tensors(weights, config)}
   found = {
@@ -566,8 +571,8 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
   }
   if (name := 'lm_head.weight') in found and config.tie_embeddings:
     raise errors.UsageError(
-      f'{name} differs from model.embed_tokens.weight, and config.json has'
-      ' tie_word_embeddings=True. Set it to false if the output layer counts.'
+      f'{name} differs from model.embed_tokens.weight, but config.json has'
+      ' tie_word_embeddings=true. Set it to false to use the output layer.'
     )
   if wrong := [
     f'{k} {found.get(k)} (expected: {expected.get(k)})'
@@ -575,8 +580,8 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
     if found.get(k) != expected.get(k)
   ]:
     raise errors.UsageError(
-      f'Tensors do not fit config.json: {wrong[:4]}. Does it belong to'
-      ' these files?'
+      f'Tensors do not fit config.json: {wrong[:4]}. Check that config.json'
+      ' belongs to these files.'
     )
 
 
@@ -584,9 +589,11 @@ def _check(tensors: _Files, shapes: Any, config: model.ModelConfig) -> None:
 
 
 def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
-  """Makes a run of a folder: config, tokenizer, and checkpoint of step 0."""
+  """Makes a run from a folder: config, tokenizer and checkpoint of step 0."""
   if folder.read(source, folder.CONFIG) is None:
-    raise errors.MissingFileError(f'{source / folder.CONFIG}: no file.')
+    raise errors.MissingFileError(
+      f'{source / folder.CONFIG} does not exist. Give the folder of a model.'
+    )
   hf = folder.read_json(source, folder.CONFIG)
   with folder.reading(str(source / folder.CONFIG)):
     config = _run_config(hf)
@@ -605,7 +612,7 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   if name == 'tokenizer.json':
     kwargs.prompt_format = 'special'
   distributed.initialize(config.distributed)
-  # All that may be refused is read before the run is there.
+  # Read everything that may be refused before creating the run.
   cls = platform.resolve_experiment_class(config)
   step_rng, init_rng = prng.run_keys(config)
   experiment = experiments.construct(cls, 'decode', init_rng, config)
@@ -619,10 +626,12 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
   )
   with contextlib.closing(checkpointer):
     if not protocol.is_new(checkpointer):
-      raise errors.UsageError(f'{run} has checkpoints already; give another.')
+      raise errors.UsageError(
+        f'{run} has checkpoints already. Give a new directory.'
+      )
     if jax.process_index() == 0 and (others := folder.copy(source, beside)):
       lines.print_text(f'Not copied: {", ".join(others)}.')
-    distributed.broadcast_from_process_0(None)  # The others read it too.
+    distributed.broadcast_from_process_0(None)  # Wait: all read the copy.
     experiment.restore_from_snapshot(stateful.OwnedSnapshot(state=state))
     step_rng = experiment.initialize_train_step_rng(step_rng)
     protocol.new_state(checkpointer, experiment, step_rng)
@@ -633,14 +642,14 @@ def import_model(source: pathlib.Path, run: pathlib.Path) -> None:
     print(
       f'{hf["model_type"]} of {source}, step 0 of {run}. Continue prompts:\n'
       f'  python experiment.py --jaxline_run={run} --jaxline_mode=decode\n'
-      'docs/howto.md says how to fine-tune it.'
+      'docs/howto.md shows how to fine-tune it.'
     )
 
 
 def _read_state(
   tensors: _Files, experiment: Any, rng: jax.Array
 ) -> sharded.TrainState:
-  """Returns the state of step 0; each process reads its part of the weights."""
+  """Returns the state of step 0; each process reads its shards of weights."""
   abstract, config = experiment.abstract_state(), experiment.config.model
   _check(tensors, trees.named_leaves(abstract.params), config)
   rows = _rows(config)
@@ -660,16 +669,17 @@ def _read_state(
 
 
 def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
-  """Returns the config of a run that continues, or fine-tunes, a model."""
+  """Returns the config of a run that decodes with, or fine-tunes, a model."""
   config, options = lm.get_config(), _read_config(hf)
-  config.sharding = 'fsdp'  # As on one device, and weights of any size fit.
+  # On one device this changes nothing. On several, weights of any size fit.
+  config.sharding = 'fsdp'
   config.training_steps = 1000
   config.eval_interval = config.save_checkpoint_interval = 200
   kwargs = config.experiment_kwargs.config
   length = options['max_length']
   options['scan_layers'] = options['num_layers'] >= 12
   kwargs.model = config_dict.ConfigDict(kwargs.model.to_dict() | options)
-  model.ModelConfig(**kwargs.model)  # It refuses sizes that fit no model.
+  model.ModelConfig(**kwargs.model)  # Refuses impossible sizes.
   kwargs.update(length=min(length, 512), batch_size=8, packing='packed')
   kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
   kwargs.sample_length = min(64, length // 2)
@@ -682,12 +692,13 @@ def export_run(
 ) -> None:
   """Writes the weights of a run as a folder that transformers loads.
 
-  `which` are `step`, `series` and `weights` of `jaxline.load_weights`.
+  `which` has the arguments `step`, `series` and `weights` of
+  `jaxline.load_weights`.
   """
   import safetensors.numpy
 
   if out.exists() and any(out.iterdir()):
-    raise errors.UsageError(f'{out} is not empty; give another folder.')
+    raise errors.UsageError(f'{out} is not empty. Give a new folder.')
   kwargs = base_config.recorded_config(run).experiment_kwargs.config
   params = lora.merge(
     jaxline.load_weights(run, model_state=True, **which)['params'],
@@ -726,26 +737,27 @@ def export_run(
     converted = {k: np.ascontiguousarray(x, dtype) for k, x in tensors.items()}
     file = out / f'model{part}.safetensors'
     safetensors.numpy.save_file(converted, file, {'format': 'pt'})
-    shutil.copymode(out / folder.GENERATION, file)  # It makes private files.
+    # Safetensors makes private files.
+    shutil.copymode(out / folder.GENERATION, file)
   if source:
     folder.export(source, out, is_of_model)
     path = pathlib.Path(str(tokenizer).partition('#')[0])
     shutil.copyfile(path, out / f'tokenizer{path.suffix}')
   else:
-    print(f'No tokenizer is written: {kwargs.tokenizer!r} is no file.')
+    print(f'No tokenizer is written: {kwargs.tokenizer!r} is not a file.')
   index = {'metadata': {'total_size': total}, 'weight_map': places}
   _write(out, 'model.safetensors.index.json', index)
-  _write(out, folder.CONFIG, hf)  # Last: all is there.
+  _write(out, folder.CONFIG, hf)  # Written last: marks a complete folder.
   print(f'{hf["model_type"]}, {total:,} bytes of {dtype}, in {out}')
 
 
 def _as_imported(
   source: pathlib.Path, stops: Sequence[int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns the rest of a folder's `config.json`, and `generation_config.json`.
+  """Returns parts of `config.json`, and `generation_config.json`, of a folder.
 
-  The rest has no options of the model. If the stops of the run and of the
-  folder differ, both have the stops of the run.
+  The former have no options of the model. If the run and the folder have
+  different stops, both results get the stops of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}
@@ -767,7 +779,7 @@ def _write(out: pathlib.Path, name: str, content: Any) -> None:
 def _folded(
   config: model.ModelConfig, weights: dict[str, np.ndarray]
 ) -> tuple[model.ModelConfig, dict[str, np.ndarray]]:
-  """Replaces a normalised embedding by a table of its normalised rows."""
+  """Replaces a normalized embedding by a table of its normalized rows."""
   if not config.normalize_embedding:
     return config, weights
   new = dict(weights)
@@ -775,12 +787,12 @@ def _folded(
   new.setdefault('embedding/output', table)
   if config.norm_offset:
     scale = 1 + scale
-  if config.embedding_scale:  # It comes before the norm.
+  if config.embedding_scale:  # The model applies it before the norm.
     table = table * np.float32(config.embed_dim**0.5)
-  normalised = transformer.normalize(
+  normalized = transformer.normalize(
     table, scale=scale, epsilon=config.norm_epsilon, centered=False
   )
-  new['embedding/tokens'] = np.asarray(normalised)
+  new['embedding/tokens'] = np.asarray(normalized)
   return dataclasses.replace(
     config,
     normalize_embedding=False,
@@ -792,14 +804,14 @@ def _folded(
 def logits_error(run: pathlib.Path, folder: pathlib.Path) -> float:
   """Compares the logits of a run and of transformers, in float32.
 
-  Returns the largest error, as a part of the logits' standard deviation.
+  Returns the largest error, as a fraction of the logits' standard deviation.
   """
   import torch
   import transformers
 
   experiment = jaxline.load(run, mode='decode')
   config = dataclasses.replace(experiment.config.model, dtype='float32')
-  # What `export` writes: averaged weights, if the run has them.
+  # Use the weights that `export` writes: the average, if the run has one.
   params = lora.merge(experiment.eval_params, experiment.config.lora)
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32
@@ -842,7 +854,7 @@ def tokens_differ(run: pathlib.Path, folder: pathlib.Path) -> bool:
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=torch.float32
   )
-  # The folder may ask for draws and penalties.
+  # The folder's config may enable sampling and penalties.
   theirs.generation_config = transformers.GenerationConfig(
     eos_token_id=theirs.generation_config.eos_token_id,
     max_new_tokens=steps,
@@ -890,12 +902,12 @@ def parity(run: pathlib.Path, folder: pathlib.Path) -> int:
     ) from e
   is_near = logits_error(run, folder) <= _MAX_ERROR
   if not is_near:
-    print(f'The logits differ: an error of at most {_MAX_ERROR:g} is expected.')
+    print(f'The logits differ; expected an error of at most {_MAX_ERROR:g}.')
   return int(tokens_differ(run, folder) or not is_near)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command; returns the exit status, 2 for an error of use."""
+  """Runs a command; returns the exit status, which is 2 for wrong use."""
   parser = argparse.ArgumentParser(prog='python -m examples.lm.hf')
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
   for name, run, *places in (

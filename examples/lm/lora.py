@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA): W + alpha / rank * A B, of which A and B train.
+"""Low-rank adapters (LoRA): W + alpha / rank * A B, where only A and B train.
 
-They are weights beside those of the model: `layers/attention/qkv` [N, D, ...]
-has `layers/attention/qkv_lora_a` [N, D, R] and `..._lora_b` [N, R, ...]. The
-model itself runs on the sum, `merge`.
+A and B are additional weights next to W: `layers/attention/qkv` [N, D, ...] has
+`layers/attention/qkv_lora_a` [N, D, R] and `..._lora_b` [N, R, ...]. `merge`
+computes the sum, which the model runs on.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from jaxline import sharded
 from jaxline.parallel import partitioning
 from jaxline.parallel import prng
 
-# The names of the adapters, for `sharded.trainable`.
+# Matches the names of the adapters, for `sharded.trainable`.
 TRAINABLE = '.*_lora_[ab]'
 
 
@@ -27,9 +27,9 @@ class Config:
   """Which weights have adapters.
 
   Attributes:
-    rank: R; 0 for no adapters.
-    alpha: the sum has alpha / rank times their product.
-    targets: a regular expression of the names of the matrices.
+    rank: R; 0 means no adapters.
+    alpha: the product of the adapters is multiplied by alpha / rank.
+    targets: a regular expression for the names of the matrices to adapt.
   """
 
   rank: int = 0
@@ -38,7 +38,7 @@ class Config:
 
 
 def add(rng: jax.Array, params: Any, config: Config) -> Any:
-  """Returns what `model.init` returned, with adapters: A random, B zero."""
+  """Adds adapters to the weights of `model.init`: A is random and B is zero."""
   if not config.rank:
     return params
   chosen = sharded.trainable(partitioning.unbox(params), config.targets)
@@ -46,8 +46,9 @@ def add(rng: jax.Array, params: Any, config: Config) -> Any:
   for module, leaves in params.items():
     for name, w in ((n, w) for n, w in leaves.items() if chosen[module][n]):
       stack = sum(axis in ('layers', 'experts') for axis in w.axes[:2])
-      # The input axes come first. The residual stream is one axis; into a
-      # matrix that ends in it go all the others.
+      # The input axes come first. If a matrix ends with the residual stream,
+      # all other axes are input. Otherwise the input is the residual stream,
+      # which is one axis.
       cut = w.value.ndim - 1 if w.axes[-1] == 'embed' else stack + 1
       shape, axes = w.value.shape, w.axes
       key = prng.stream(rng, f'{module}/{name}')
@@ -61,14 +62,17 @@ def add(rng: jax.Array, params: Any, config: Config) -> Any:
 
 
 def merge(params: Any, config: Config) -> Any:
-  """Adds the adapters to the weights of a state or of `load_weights`."""
+  """Adds the adapters' products to the weights they belong to.
+
+  The weights may come from a training state or from `load_weights`.
+  """
   merged = dict(params)
   for name, w in params.items():
     if isinstance(w, Mapping):
       merged[name] = merge(w, config)
     elif f'{name}_lora_a' in params:
       a, b = (merged.pop(f'{name}_lora_{x}') for x in 'ab')
-      # Layers, if they are stacked, and the dimensions of A, of B, or of both.
+      # W has the axes of the stack, if any, then A's input and B's output axes.
       of_w = string.ascii_lowercase[: w.ndim]
       of_b = f'{of_w[: a.ndim + b.ndim - 2 - w.ndim]}R{of_w[a.ndim - 1 :]}'
       change = jnp.einsum(f'{of_w[: a.ndim - 1]}R,{of_b}->{of_w}', a, b)

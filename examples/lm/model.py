@@ -1,14 +1,15 @@
 """A decoder-only transformer: pure functions over a plain tree of weights.
 
-It normalises before each part, by the root mean square. By default it has no
-biases, and the embedding is also the output layer. The options of `ModelConfig`
-make it a Llama, Mistral, Mixtral, Qwen or Gemma; `hf.py` reads and writes their
-weights.
-Every weight is created by `weight`, which names its logical axes. The layers
-are one stack of weights with a leading `layers` axis, whether they are scanned,
-unrolled or divided among the stages of a pipeline, so checkpoints and seeds fit
-all three. `examples/transformer.py` has the mathematics; `examples/pax` has
-layers for transformers of other kinds.
+It applies RMS normalization before each part. By default it has no biases, and
+the embedding is also the output layer. The options of `ModelConfig` make it a
+Llama, Mistral, Mixtral, Qwen or Gemma; `hf.py` reads and writes their weights.
+
+`weight` creates every weight and names its logical axes. The layers are one
+stack of weights with a leading `layers` axis, whether they are scanned,
+unrolled or divided among the stages of a pipeline, so you can switch between
+the three and keep checkpoints and seeds. `examples/transformer.py` has the
+mathematics. `examples/pax` has layers for transformers that these options do
+not cover.
 
 Shapes: B batch, L length, D embed, F mlp, H heads, G heads of keys and values,
 K head dim, V vocab, N layers, M keys (cached and new), S parts fused into one
@@ -46,13 +47,14 @@ _CHOICES = {
   'matmul': ('dtype', 'fp8'),
   'router_gate': moe.GATES,
 }
-# Options of a mixture of experts.
+# Options that start with one of these need a mixture of experts.
 _OF_EXPERTS = ('experts_per_token', 'shared_dim', 'expert_capacity', 'router_')
 _STACK = 'layers'  # Module name of the repeated layers, and their axis.
-# Of first embeddings. Small, because the table is also the output layer: logits
-# start near 0. Of routers, so that all experts learn from the start.
+# Standard deviation of the initial embeddings and routers. The embedding is
+# also the output layer, so small entries make the first logits almost 0. Small
+# routers let all experts learn from the start.
 _SMALL_STDDEV = 0.02
-# The name of a parameter that `moved_biases` changes, and no optimizer.
+# Name of the parameter that `moved_biases` updates in place of the optimizer.
 _ROUTER_BIAS = 'router_bias'
 
 
@@ -65,69 +67,74 @@ class ModelConfig:
     num_layers: number of blocks of attention and feed-forward.
     embed_dim: width of the residual stream.
     num_heads: attention heads.
-    num_kv_heads: heads of keys and values, each for as many heads of queries;
-      None is `num_heads`.
-    head_size: width of a head; None is `embed_dim / num_heads`.
+    num_kv_heads: heads of keys and values, each shared by `num_heads /
+      num_kv_heads` heads of queries; None means `num_heads`.
+    head_size: width of a head; None means `embed_dim / num_heads`.
     mlp_dim: hidden width of the feed-forward part.
     max_length: the longest sequence, in tokens.
-    positions: 'rotary' turns queries and keys; 'learned' adds a vector to the
+    positions: 'rotary' rotates queries and keys; 'learned' adds a vector to the
       embedding.
-    normalize_embedding: whether what goes into the first layer is normalised
-      too. If not, it is as small as the output layer's table.
-    rotary_base: the longest period of rotary positions, over 2 pi.
-    rotary_scaling: stretches their periods: see `transformer.rotary_angles`.
-    windows: how many positions a layer's queries see, the last of them their
-      own; 0 is all. The layers repeat the pattern: (4096, 0) limits every other
-      layer, beginning with the first.
-    local_rotary_base: `rotary_base` of the layers with a window, which are then
-      not scaled; None is the base and the scaling of the others.
+    normalize_embedding: whether to normalize the input of the first layer too.
+      If not, it is as small as the entries of the embedding.
+    rotary_base: nearly the longest period of rotary positions, divided by 2 pi.
+    rotary_scaling: stretches these periods: see `transformer.rotary_angles`.
+    windows: how many positions the queries of each layer see, up to and
+      including their position; 0 means all. The layers repeat the pattern:
+      (4096, 0) limits every other layer, starting with the first.
+    local_rotary_base: `rotary_base` of the layers with a window, to which
+      `rotary_scaling` then does not apply. None means that they have the base
+      and the scaling of the other layers.
     qkv_bias: whether queries, keys and values have biases.
-    qk_norm: whether queries and keys are normalised.
-    query_scale: factor of the scores of attention; None is K**-0.5.
-    attention_cap: limit of the scores: see `transformer.cap`; 0 is none.
-    logits_cap: limit of the logits; 0 is none.
-    norm_epsilon: what normalisation adds to the mean square.
-    norm_offset: whether the factors of normalisation are stored less 1.
-    post_norms: whether the output of each part is normalised too.
-    embedding_scale: whether embeddings are multiplied by sqrt(D).
+    qk_norm: whether to normalize queries and keys.
+    query_scale: factor of the attention scores; None means K**-0.5.
+    attention_cap: limit of the scores: see `transformer.cap`; 0 means none.
+    logits_cap: limit of the logits; 0 means none.
+    norm_epsilon: number that normalization adds to the mean square.
+    norm_offset: whether the scales of normalization are stored less 1.
+    post_norms: whether to normalize the output of each part too.
+    embedding_scale: whether to multiply embeddings by sqrt(D).
     tie_embeddings: whether the embedding is also the output layer.
-    feed_forward: what is between its two products: 'gelu' (as tanh), or
-      'swiglu' and 'geglu' (a third matrix gates SiLU or GELU).
-    num_experts: how many feed-forward parts a layer has. Each token takes some
-      of them: see `moe.py`.
-    experts_per_token: how many each token takes.
-    shared_dim: hidden width of one more part, which all tokens take.
-    expert_capacity: 0 drops no token. Otherwise see `moe.Options.capacity`: an
-      expert adds nothing to the tokens that it drops. Decoding with a cache
-      drops none.
-    router_gate: 'softmax' or 'sigmoid' of the router's logits.
-    router_normalize: whether a token's gates are divided by their sum.
+    feed_forward: activation between the two products: 'gelu' (in its tanh
+      form), or 'swiglu' and 'geglu', in which SiLU or GELU gates the product
+      with a third matrix.
+    num_experts: number of feed-forward parts in a layer. The router sends each
+      token to some of them: see `moe.py`.
+    experts_per_token: number of experts that process each token.
+    shared_dim: hidden width of an additional part that processes all tokens;
+      None means that there is none.
+    expert_capacity: limits the tokens of an expert: see `moe.Options.capacity`.
+      An expert adds nothing to the tokens that it drops. 0 means that no token
+      is dropped, and decoding with a cache never drops any.
+    router_gate: function of the router's logits: 'softmax' or 'sigmoid'.
+    router_normalize: whether to divide a token's gates by their sum.
     router_scale: factor of the gates.
     router_bias_rate: how far a step moves the biases of the experts: see
-      `moe.moved_bias`. With 0 there are no biases.
-    router_balance_loss: weight of `moe.Stats.balance` in the loss of training.
-    router_z_loss: weight of `moe.Stats.z` in the loss of training.
-    attention: the implementation, see `transformer.causal_attention`. Decoding
-      with a cache always takes 'einsum'.
-    scan_layers: one loop over the layers, so that compile time does not grow
-      with depth. Unrolled, XLA fuses across layers: faster where there are few.
-    remat: what the backward pass computes again rather than keeps: 'nothing',
-      'dots' (all but products with weights), 'full' (each whole layer) or
-      'offload' (as 'dots', but the products wait in the host's memory).
-    pipeline_stages: groups of layers that work at the same time, each on some
-      of the rows (`pipeline.pipeline`); 1 is no pipeline. As many as the mesh
-      has along `stage`, or a multiple.
-    pipeline_microbatches: parts into which the rows are cut for it. The more,
-      the smaller the bubble: see docs/sharding.md.
+      `moe.moved_bias`. 0 means that there are no biases.
+    router_balance_loss: weight of `moe.Stats.balance` in the training loss.
+    router_z_loss: weight of `moe.Stats.z` in the training loss.
+    attention: implementation of attention: see `transformer.causal_attention`.
+      Decoding with a cache always uses 'einsum'.
+    scan_layers: whether to loop over the layers, so that compile time does not
+      grow with depth. A few layers run faster unrolled, because XLA then fuses
+      across them.
+    remat: what the backward pass recomputes instead of storing: 'nothing',
+      'dots' (everything except products with weights), 'full' (each whole
+      layer) or 'offload' (as 'dots', but the products are kept in host memory).
+    pipeline_stages: number of groups of layers that work at the same time, each
+      on some of the rows (`pipeline.pipeline`); 1 means no pipeline. Otherwise,
+      set it to the size of the mesh along `stage`, or to a multiple of it.
+    pipeline_microbatches: number of parts into which the pipeline cuts the
+      rows. More parts make the bubble smaller: see docs/sharding.md.
     pipeline_repeats: how often each part goes round the stages.
-    dropout: rate at the embedding and at each residual branch in training.
-    dtype: of the computation. Weights, normalisation, softmax and loss stay
-      float32.
-    matmul: of products with weights: 'dtype', or 'fp8'
-      (docs/reference/accelerators.md). Attention and the logits stay in
+    dropout: dropout rate of the embedding and of each residual branch.
+    dtype: type of the computation. Weights, normalization, softmax and loss
+      stay float32.
+    matmul: arithmetic of products with weights: 'dtype', or 'fp8'
+      (docs/reference/fp8.md). Attention and the logits stay in
       `dtype`.
-    loss_chunks: pieces into which the loss cuts the sequence, so that the
-      logits of one piece exist at a time. Pays for large vocabularies.
+    loss_chunks: number of pieces into which the loss cuts the sequence. Only
+      the logits of one piece exist at a time, which pays for large
+      vocabularies.
   """
 
   vocab_size: int
@@ -179,7 +186,8 @@ class ModelConfig:
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if isinstance(value, list):  # A compiled program's options are hashed.
+      # Options of compiled programs are hashed, so they must not be lists.
+      if isinstance(value, list):
         object.__setattr__(self, field.name, tuple(value))
       if field.type is int and (type(value) is not int or value < 1):
         raise ValueError(
@@ -216,8 +224,8 @@ class ModelConfig:
       )
     if self.matmul == 'fp8' and self.pipeline_stages > 1:
       raise ValueError(
-        "matmul='fp8' has the scales' next values in place of gradients; a"
-        f' pipeline of {self.pipeline_stages} stages would add them up over'
+        "matmul='fp8' returns the next scales in place of gradients; a pipeline"
+        f' of {self.pipeline_stages} stages would add them up over'
         " microbatches. Set pipeline_stages=1, or matmul='dtype'."
       )
     self._check_experts()
@@ -253,7 +261,7 @@ class ModelConfig:
           f'{field.name}={value!r} has no effect with num_experts=1. Set more'
           f' experts, or {field.name}={field.default!r}.'
         )
-      # A default of 0 has been passed over.
+      # Values that equal a default of 0 were skipped above.
       is_number = isinstance(value, int | float) and field.type is not bool
       if is_number and not 0 < value < math.inf:
         raise ValueError(
@@ -262,13 +270,13 @@ class ModelConfig:
         )
     if self.num_experts > 1 and self.pipeline_stages > 1:
       raise ValueError(
-        f'A pipeline of {self.pipeline_stages} stages has no'
-        f' num_experts={self.num_experts}. Split the experts over `expert`, and'
-        ' set pipeline_stages=1.'
+        f'A pipeline of {self.pipeline_stages} stages does not support'
+        f' num_experts={self.num_experts}. Split the experts over the mesh axis'
+        ' `expert`, and set pipeline_stages=1.'
       )
     if self.num_experts > 1 and self.matmul == 'fp8':
       raise ValueError(
-        f"matmul='fp8' has no products of num_experts={self.num_experts}. Set"
+        f"matmul='fp8' does not support num_experts={self.num_experts}. Set"
         " matmul='dtype'."
       )
 
@@ -279,17 +287,17 @@ class ModelConfig:
 
   @property
   def kv_heads(self) -> int:
-    """G, the heads of keys and values."""
+    """G, the number of heads of keys and values."""
     return self.num_kv_heads or self.num_heads
 
   @property
   def num_branches(self) -> int:
-    """Parts that add to the residual stream."""
+    """Number of parts that add to the residual stream."""
     return 2 * self.num_layers
 
   @property
   def routing(self) -> moe.Options:
-    """How tokens go to experts."""
+    """How tokens are routed to experts."""
     return moe.Options(
       per_token=self.experts_per_token,
       gate=self.router_gate,
@@ -304,7 +312,7 @@ class ModelConfig:
     return 1 if self.scan_layers else 0
 
 
-# The axes of the weights by module and name, while `init` creates them.
+# Logical axes by (module, name) of the weights that `init` is creating.
 _declared: contextvars.ContextVar[dict[tuple[str, str], tuple] | None] = (
   contextvars.ContextVar('declared_axes', default=None)
 )
@@ -319,11 +327,11 @@ def weight(
   """Creates or gets a float32 weight of the current Haiku module.
 
   Args:
-    name: its name in the module.
-    shape: its shape; in the repeated layers, that of one layer.
+    name: name of the weight in the module.
+    shape: shape of the weight; in the repeated layers, its shape in one layer.
     axes: a logical axis name (`partitioning.AXIS_NAMES`) or None for each
       dimension.
-    init: what it starts as, such as `jnp.ones`.
+    init: initializer, such as `jnp.ones`.
 
   Returns:
     The weight.
@@ -335,20 +343,20 @@ def weight(
 
 
 def _matrix_init(terms: int) -> hk.initializers.Initializer:
-  """Returns what a matrix starts as whose outputs are sums of `terms`."""
+  """Returns the initializer of a matrix whose outputs are sums of `terms`."""
   return hk.initializers.RandomNormal(terms**-0.5)
 
 
 def _dot(
   config: ModelConfig, name: str, spec: str, x: jax.Array, w: jax.Array
 ) -> jax.Array:
-  """The product of an activation with a weight, in the activation's dtype.
+  """Multiplies an activation by a weight, in the activation's dtype.
 
-  All of them but the logits come by here.
+  It computes all such products except the logits.
 
   Args:
     config: the model.
-    name: which product, unique in its module.
+    name: name of the product, unique in its module.
     spec: as for `jnp.einsum`.
     x: the activation.
     w: the float32 weight.
@@ -359,14 +367,14 @@ def _dot(
 
 
 class Norm(hk.Module):
-  """Divides the last axis by its root mean square, and scales it."""
+  """Divides the last axis by its root mean square and scales it."""
 
   def __init__(self, config: ModelConfig, name: str | None = None):
     super().__init__(name=name)
     self._config = config
 
   def __call__(self, x: jax.Array, axis: str = 'embed') -> jax.Array:
-    """Returns `x` normalised, computed in float32; `axis` names its last."""
+    """Normalizes `x` in float32; `axis` is the logical name of its axis."""
     c = self._config
     init = jnp.zeros if c.norm_offset else jnp.ones
     scale = weight('scale', x.shape[-1:], (axis,), init)
@@ -381,8 +389,8 @@ class Norm(hk.Module):
 class Attention(hk.Module):
   """Causal multi-head self-attention.
 
-  One product gives q, k and v; with fewer heads of keys and values, one gives q
-  and one k and v.
+  One product gives q, k and v. With fewer heads of keys and values, one product
+  gives q, and a second one gives k and v.
   """
 
   def __init__(self, config: ModelConfig, name: str = 'attention'):
@@ -398,16 +406,15 @@ class Attention(hk.Module):
     segment_ids_BL: jax.Array | None = None,
     window: int | jax.Array = 0,
   ) -> tuple[jax.Array, Pair | None]:
-    """Returns [B, L, D], and the cache with the new keys and values in it.
+    """Returns [B, L, D], and the cache with the new keys and values.
 
     Args:
-      x_BLD: normalised input, at the positions from `start`.
-      angles: of its positions, as for `transformer.rotate`; None leaves q and k
-        unturned.
-      cache: keys and values, [B, G, M, K] each, right up to `start`.
-      start: where the new keys and values belong in the cache; [B] if not in
-        the same place in all rows.
-      segment_ids_BL: the document that each token is of; without a cache.
+      x_BLD: normalized input, at the positions from `start` on.
+      angles: rotary angles of these positions, as for `transformer.rotate`;
+        None leaves q and k as they are.
+      cache: keys and values [B, G, M, K] of the positions before `start`.
+      start: position of the first token; [B] if it differs between rows.
+      segment_ids_BL: the document of each token; only without a cache.
       window: as for `transformer.attend`.
     """
     c = self._config
@@ -444,7 +451,7 @@ class Attention(hk.Module):
   def _project(
     self, name: str, x_BLD: jax.Array, heads: int, parts: int | None = None
   ) -> jax.Array:
-    """Returns queries, keys or values, [B, L, S, heads, K]; None is no S."""
+    """Returns [B, L, S, heads, K] with S `parts`, or without the axis S."""
     c = self._config
     fused = () if parts is None else (parts,)
     unnamed = (None,) * len(fused)
@@ -464,7 +471,7 @@ class Attention(hk.Module):
 
 
 class FeedForward(hk.Module):
-  """The position-wise part: D -> F -> D.
+  """The position-wise feed-forward part: D -> F -> D.
 
   Attributes:
     dim: F.
@@ -476,7 +483,7 @@ class FeedForward(hk.Module):
     self.dim = dim
 
   def __call__(self, x_BLD: jax.Array) -> jax.Array:
-    """Returns [B, L, D] for a normalised [B, L, D]."""
+    """Returns [B, L, D] for a normalized [B, L, D]."""
     c = self._config
     parts = transformer.num_parts(c.feed_forward)
     w_DSF = weight(
@@ -498,7 +505,7 @@ class FeedForward(hk.Module):
 
 
 class Experts(hk.Module):
-  """Feed-forward parts of which each token takes some, and a shared one."""
+  """A mixture of experts, and the part for all tokens, if there is one."""
 
   def __init__(self, config: ModelConfig, name: str = 'experts'):
     super().__init__(name=name)
@@ -510,11 +517,11 @@ class Experts(hk.Module):
     drops: bool = True,
     mask_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, moe.Stats]:
-    """Returns [B, L, D] for a normalised [B, L, D], and statistics.
+    """Returns [B, L, D] for a normalized [B, L, D], and statistics.
 
     Args:
       x_BLD: the input.
-      drops: whether `expert_capacity` limits what an expert takes.
+      drops: whether `expert_capacity` limits the tokens of an expert.
       mask_BL: as for `moe.route`.
     """
     c = self._config
@@ -550,7 +557,7 @@ class Experts(hk.Module):
 
 
 class Embedding(hk.Module):
-  """The token table, and the table of an untied output layer."""
+  """The token table, and the output layer's table if it is untied."""
 
   def __init__(self, config: ModelConfig, name: str = 'embedding'):
     super().__init__(name=name)
@@ -566,8 +573,8 @@ class Embedding(hk.Module):
 
     Args:
       tokens_BL: integers below `vocab_size`.
-      start: position of the first; [B] if not the same in all rows.
-      positions_BL: the position of each; None counts from `start`.
+      start: position of the first token; [B] if it differs between rows.
+      positions_BL: position of each token; None counts from `start`.
     """
     c = self._config
     init = hk.initializers.RandomNormal(_SMALL_STDDEV)
@@ -575,7 +582,7 @@ class Embedding(hk.Module):
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
     x_BLD = table_VD[tokens_BL]
-    if c.embedding_scale:  # Rounded as Gemma does.
+    if c.embedding_scale:  # Round the factor, as Gemma does.
       x_BLD *= jnp.asarray(c.embed_dim**0.5, c.dtype).astype(jnp.float32)
     if c.positions == 'learned':
       length = tokens_BL.shape[1]
@@ -606,30 +613,30 @@ def _forward(
   positions_BL: jax.Array | None = None,
   mask_BL: jax.Array | None = None,
 ) -> tuple[jax.Array, transformer.Head, Any]:
-  """Runs all but the output layer; a Haiku function.
+  """Runs everything except the output layer; a Haiku function.
 
   Args:
     config: the model.
-    tokens_BL: integers below `vocab_size`, at the positions from `start`.
-    is_training: whether to drop out.
-    cache: from `empty_cache`; the weights are those of `split_layers` then.
-    start: position of the first token; [B] if not the same in all rows.
-    segment_ids_BL: the document that each token is of; None is one a row.
-    positions_BL: the position of each token in its document, for positions that
-      are added; None counts from `start`. (Rotary ones know differences only,
+    tokens_BL: integers below `vocab_size`, at the positions from `start` on.
+    is_training: whether to apply dropout.
+    cache: result of `empty_cache`; needs weights from `split_layers`.
+    start: position of the first token; [B] if it differs between rows.
+    segment_ids_BL: the document of each token; None means one document per row.
+    positions_BL: position of each token in its document, for learned positions;
+      None counts from `start`. (Rotary positions depend only on differences,
       which are the same.)
-    mask_BL: false for padding, which is not counted among the tokens of
-      experts. None means that there is none.
+    mask_BL: False for padding, which the experts' statistics leave out. None
+      means that there is no padding.
 
   Returns:
-    Normalised output [B, L, D], the output layer; and the cache, or without one
-    the statistics of the layers' routers, [N, ...].
+    The normalized output [B, L, D]; the output layer; and the new cache or,
+    without a cache, the statistics of the layers' routers, [N, ...].
   """
   batch, length = tokens_BL.shape
   if length > config.max_length:
     raise ValueError(
       f'Got sequences of {length} tokens; max_length is {config.max_length}.'
-      ' Cut them, or raise it.'
+      ' Cut them, or raise max_length.'
     )
   drops = is_training and config.dropout > 0
   key = hk.next_rng_key() if drops else None
@@ -659,11 +666,11 @@ def _forward(
     if config.post_norms:
       mixed = Norm(config, 'attention_post_norm')(mixed)
     x += drop(mixed, 2 * number + 1, rows_B)
-    normalised, stats = Norm(config, 'feed_forward_norm')(x), None
+    normalized, stats = Norm(config, 'feed_forward_norm')(x), None
     if config.num_experts > 1:
-      out, stats = Experts(config)(normalised, not cache, mask_BL)
+      out, stats = Experts(config)(normalized, not cache, mask_BL)
     else:
-      out = FeedForward(config, config.mlp_dim)(normalised)
+      out = FeedForward(config, config.mlp_dim)(normalized)
     if config.post_norms:
       out = Norm(config, 'feed_forward_post_norm')(out)
     x += drop(out, 2 * number + 2, rows_B)
@@ -676,10 +683,10 @@ def _forward(
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
   )
-  # Only what is trained or evaluated is pipelined, not what is decoded.
+  # Training and evaluation are pipelined; decoding is not.
   more: Any = None
   if cache is not None:
-    x_BLD, more = _extended(config, layer, x_BLD, cache, rows_B)
+    x_BLD, more = _decode_layers(config, layer, x_BLD, cache, rows_B)
   elif config.pipeline_stages > 1 and not hk.running_init():
     x_BLD = _pipelined(config, layer, x_BLD, segment_ids_BL, rows_B)
   else:
@@ -701,22 +708,22 @@ def _positions_of_layers(
   length: int,
   room: int | None,
 ) -> Callable[[Any], tuple[int | jax.Array, Any]]:
-  """Returns a function from a layer's number to its window and its angles.
+  """Returns a function that maps a layer's number to its window and angles.
 
   Args:
     config: the model.
-    start: position of the first token; [B] if not the same in all rows.
+    start: position of the first token; [B] if it differs between rows.
     length: L.
-    room: M, the positions of the cache; None is no cache.
+    room: M, the number of positions of the cache; None without a cache.
   """
   windows = config.windows or (0,)
   positions = transformer.positions_from(start, length)
 
-  def turns(*args: Any) -> Any:
+  def rotary_angles_for(*args: Any) -> Any:
     if room is None:
       return transformer.rotary_angles(positions, config.head_dim, *args)
-    # XLA computes cosines again for each head of each row, unless they are
-    # constants. Training keeps its bits.
+    # XLA recomputes cosines for each head of each row, unless they are
+    # constants. Training does not come here, so that its bits do not change.
     with jax.ensure_compile_time_eval():
       angles = transformer.rotary_angles(
         jnp.arange(room), config.head_dim, *args
@@ -729,16 +736,18 @@ def _positions_of_layers(
 
   angles = local = None
   if config.positions == 'rotary':
-    angles = local = turns(config.rotary_base, config.rotary_scaling)
+    angles = local = rotary_angles_for(
+      config.rotary_base, config.rotary_scaling
+    )
     if config.local_rotary_base:
-      local = turns(config.local_rotary_base)
+      local = rotary_angles_for(config.local_rotary_base)
 
   def position_of(number: Any) -> tuple[int | jax.Array, Any]:
     i = number % len(windows)
     if isinstance(i, int) or len(set(windows)) == 1:
       window = windows[i if isinstance(i, int) else 0]
       return window, local if window else angles
-    # A loop over the layers has one program for all windows.
+    # Scanned layers have one program, which takes the window as an array.
     window = jnp.array([x or config.max_length for x in windows])[i]
     if local is angles:
       return window, angles
@@ -749,14 +758,14 @@ def _positions_of_layers(
   return position_of
 
 
-def _extended(
+def _decode_layers(
   config: ModelConfig,
   layer: Callable[..., tuple[jax.Array, Any]],
   x_BLD: jax.Array,
   cache: Cache,
   rows_B: jax.Array,
 ) -> tuple[jax.Array, Cache]:
-  """Runs the layers over new tokens; inside of a Haiku function."""
+  """Runs the layers on new tokens; call it inside a Haiku function."""
   run = hk.transform(layer).apply
   weights = _of_layers(hk.get_params())
 
@@ -779,7 +788,7 @@ def _extended(
 
 
 def _of_layers(params: Any) -> dict[str, Any]:
-  """Returns the weights of the layers, named as in one of them."""
+  """Returns the weights of the layers, by their names in a single layer."""
   return {
     name.removeprefix(f'{_STACK}/'): leaves
     for name, leaves in params.items()
@@ -794,7 +803,7 @@ def _pipelined(
   segment_ids_BL: jax.Array | None,
   rows_B: jax.Array,
 ) -> jax.Array:
-  """Runs the layers as a pipeline; inside of a Haiku function."""
+  """Runs the layers as a pipeline; call it inside a Haiku function."""
   run = hk.transform(layer).apply
   axes = _of_layers(_axes(config))
   weights = {
@@ -825,7 +834,7 @@ def _pipelined(
 
 @functools.cache
 def _axes(config: ModelConfig) -> dict[str, dict[str, tuple]]:
-  """Returns the names of the axes of each weight."""
+  """Returns the logical axes of each weight."""
   boxed = jax.eval_shape(lambda: init(jax.random.key(0), config))
   return jax.tree.map(lambda x: x.axes, boxed, is_leaf=partitioning.is_logical)
 
@@ -843,8 +852,8 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     config: the model.
 
   Returns:
-    Haiku's two-level dict; each leaf a `partitioning.Logical` around a float32
-    array. `partitioning.unbox` gives what the other functions take.
+    Haiku's two-level dict, in which each leaf is a `partitioning.Logical` with
+    a float32 array. Call `partitioning.unbox` on it for the other functions.
   """
   declared: dict[tuple[str, str], tuple] = {}
   token = _declared.set(declared)
@@ -856,17 +865,17 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     _declared.reset(token)
 
   def box(module: str, name: str, value: jax.Array) -> partitioning.Logical:
-    # The layers are created in a context of their own, which does not know
-    # that it is stacked.
+    # Haiku creates the layers in a separate context, which does not know that
+    # they are stacked.
     inner = module.removeprefix(f'{_STACK}/')
     stacked = () if inner == module else (_STACK,)
-    if fp8.is_state(name):  # Small: whole on every device but for the layers.
+    if fp8.is_state(name):  # Small, so only the `layers` axis may be split.
       unnamed = (None,) * (value.ndim - len(stacked))
       return partitioning.Logical(value, (*stacked, *unnamed))
     if (inner, name) not in declared:
       raise ValueError(
-        f'The weight {module}/{name} has no logical axes; expected it to be'
-        ' created with `weight`, not `hk.get_parameter`.'
+        f'The weight {module}/{name} has no logical axes. Create it with'
+        ' `weight`, not with `hk.get_parameter`.'
       )
     return partitioning.Logical(value, (*stacked, *declared[inner, name]))
 
@@ -887,11 +896,11 @@ def apply(
   """Returns float32 logits [B, L, V] for each position's next token.
 
   Args:
-    params: weights, not boxed.
+    params: unboxed weights.
     tokens_BL: integers below `vocab_size`.
     config: the model.
-    rng: a key for dropout; needed where it is on.
-    is_training: whether to drop out.
+    rng: a key for dropout; needed if the model has dropout and is trained.
+    is_training: whether to apply dropout.
 
   Raises:
     ValueError: the sequence is longer than `max_length`.
@@ -903,11 +912,11 @@ def apply(
 
 
 class Loss(NamedTuple):
-  """What `loss` returns; float32.
+  """The result of `loss`, in float32.
 
   Attributes:
-    total: the summed cross entropy, in nats; by row, [B].
-    weight: the summed weights; by row, [B].
+    total: summed cross entropy in nats; [B] with `by_row`.
+    weight: summed weights; [B] with `by_row`.
     routing: statistics of each layer's router, [N, ...]; None without experts.
   """
 
@@ -932,22 +941,22 @@ def loss(
 ) -> Loss:
   """Returns the summed cross entropy, in nats, and the summed weights.
 
-  Their quotient is the mean a token; sums of both over batches, or devices,
-  give the exact mean over all.
+  Their quotient is the mean per token. For the exact mean over several batches
+  or devices, sum both first.
 
   Args:
-    params: weights, not boxed.
+    params: unboxed weights.
     tokens_BL: the input.
     targets_BL: the token to predict at each position.
-    weights_BL: float32; 0 takes a position out. No gradient belongs to it.
+    weights_BL: float32; 0 excludes a position. It gets no gradient.
     config: the model.
-    rng: a key for dropout; needed where it is on.
-    is_training: whether to drop out.
-    segment_ids_BL: the document that each token is of, where rows hold several:
-      none sees another. None is one a row.
-    positions_BL: the position of each token in its document.
+    rng: a key for dropout; needed if the model has dropout and is trained.
+    is_training: whether to apply dropout.
+    segment_ids_BL: the document of each token, if rows hold several documents;
+      they do not see each other. None means one document per row.
+    positions_BL: position of each token in its document.
     mask_BL: as for `moe.route`.
-    by_row: whether to sum over each row by itself. No gradient belongs to that.
+    by_row: whether to sum over each row separately. Such sums have no gradient.
 
   Raises:
     ValueError: `loss_chunks` does not divide the length, or the sequence is
@@ -978,7 +987,7 @@ def loss(
 
 
 def router_loss(routing: moe.Stats, config: ModelConfig) -> jax.Array:
-  """Returns the losses of the routers, means over the layers."""
+  """Returns the weighted losses of the routers, averaged over the layers."""
   return (
     config.router_balance_loss * routing.balance.mean()
     + config.router_z_loss * routing.z.mean()
@@ -986,7 +995,7 @@ def router_loss(routing: moe.Stats, config: ModelConfig) -> jax.Array:
 
 
 def split_biases(params: Params) -> tuple[Params, Params]:
-  """Returns the weights, and the biases of routers, which no optimizer sees."""
+  """Splits off the biases of the routers, which the optimizer must not see."""
   biases, weights = hk.data_structures.partition(
     lambda module, name, value: name == _ROUTER_BIAS, params
   )
@@ -994,16 +1003,16 @@ def split_biases(params: Params) -> tuple[Params, Params]:
 
 
 def moved_biases(biases: Params, counts: Params, config: ModelConfig) -> Params:
-  """Returns the biases of routers after a step: see `moe.moved_bias`."""
+  """Returns the biases of the routers after a step: see `moe.moved_bias`."""
   move = functools.partial(moe.moved_bias, rate=config.router_bias_rate)
   return jax.tree.map(move, biases, counts)
 
 
 def active_weights(params: Params, config: ModelConfig) -> int:
-  """Counts the weights that a token meets.
+  """Counts the weights that process a token.
 
   Args:
-    params: weights or their shapes, not boxed.
+    params: unboxed weights, or their shapes.
     config: the model.
   """
   total = 0
@@ -1025,7 +1034,7 @@ def log_probs(
   """Returns the log-probability of each target, float32 [B, L].
 
   Its gradient holds the logits of one of `loss_chunks` pieces at a time.
-  `options` are `rng`, `is_training` and so on of `loss`.
+  `options` are arguments of `loss`, such as `rng` and `is_training`.
   """
   options = {'rng': None, 'is_training': False, **options}
   x_BLD, head, _ = _transformed(config).apply(
@@ -1043,17 +1052,17 @@ def log_probs(
 
 
 def split_layers(params: Params, config: ModelConfig) -> Params:
-  """Cuts the weights of the layers into those of each, for `decode_step`.
+  """Splits the stacked weights into one array per layer, for `decode_step`.
 
-  So a loop over tokens need not copy them out of the larger arrays each time.
+  A loop over tokens then need not copy them out of the stack for each token.
 
   Args:
-    params: weights, not boxed; or what this returned for them.
+    params: unboxed weights, or the result of this function.
     config: the model.
 
   Returns:
-    The same, but for a tuple in place of each array of `layers`, unless they
-    are scanned.
+    The weights, with a tuple in place of each stacked array. If the layers are
+    scanned, `params` unchanged.
   """
   if config.scan_layers:
     return params
@@ -1067,16 +1076,17 @@ def split_layers(params: Params, config: ModelConfig) -> Params:
 
 
 def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
-  """Returns room for the keys and the values of all layers, for `decode_step`.
+  """Creates the cache of `decode_step`: keys and values of all layers.
 
   Args:
     config: the model.
     batch: B.
-    length: M, as many positions as shall be decoded, the prompt included.
+    length: M, the number of positions of the prompt and of the decoded tokens.
 
   Returns:
-    Two arrays of `dtype` for each layer, [B, G, M, K]; of scanned layers two
-    for all, [N, B, G, M, K]. `config.cache_axis` is the axis of B.
+    Two arrays [B, G, M, K] of `dtype` for each layer. If the layers are
+    scanned, two arrays [N, B, G, M, K] for all layers. `config.cache_axis` is
+    the axis of B.
 
   Raises:
     ValueError: the length exceeds `max_length`.
@@ -1084,7 +1094,7 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
   if length > config.max_length:
     raise ValueError(
       f'Got a cache of {length} positions; max_length is {config.max_length}.'
-      ' Decode less, or raise it.'
+      ' Decode fewer tokens, or raise max_length.'
     )
 
   def pair(*layers: int) -> Pair:
@@ -1103,19 +1113,17 @@ def decode_step(
   start: int | jax.Array,
   config: ModelConfig,
 ) -> tuple[jax.Array, Cache]:
-  """Runs the model on the next tokens, with what is cached of those before.
+  """Runs the model on the next tokens, with a cache of the earlier ones.
 
-  Row b's tokens are at the positions from `start[b]`, whose place in the cache
-  they take. They see what the cache holds of the positions before, and none
-  after: what is written past the end of a prompt, as its padding is, does no
-  harm if the next call starts there.
+  The tokens of row b go to the cache positions `start[b]`, `start[b] + 1` and
+  so on. A token does not see later positions. You may therefore pad prompts, if
+  the next call starts at the end of each prompt and overwrites the padding.
 
   Args:
-    params: weights, not boxed, or `split_layers` of them: a loop splits them
-      once, before it.
+    params: unboxed weights. Call `split_layers` on them once before a loop.
     tokens_BL: integers below `vocab_size`.
-    cache: from `empty_cache`, or the call before.
-    start: position of the first tokens, of all rows or [B] of each.
+    cache: result of `empty_cache`, or the cache of the previous call.
+    start: position of the first token, for all rows or [B] for each.
     config: the model.
 
   Returns:

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Trains two versions with several seeds, by turns, and prints keep or discard.
+# Trains a baseline and a candidate in turns, with several seeds, and prints
+# "keep" or "discard".
 #
 #   examples/lm/speedrun.sh BASELINE CANDIDATE [FLAG ...]
-#   examples/lm/speedrun.sh HEAD ''  # Is what is not committed yet better?
+#   examples/lm/speedrun.sh HEAD ''  # Tests uncommitted changes.
 #   examples/lm/speedrun.sh '' --config.experiment_kwargs.config.b2=0.98
 #
-# Each version is a git revision, or flags with spaces between them; '' is the
-# working tree. Further flags go to all runs. The exit status is 0 for keep, 1
-# for discard, 2 for an error.
+# BASELINE and CANDIDATE are each a git revision, or flags separated by spaces;
+# '' means the working tree. Further flags apply to all runs. The exit status is
+# 0 for keep, 1 for discard and 2 for an error.
 #
-# The learning rate falls until training_steps: give the number of steps that
-# the baseline takes in BUDGET as --config.training_steps=N. A faster candidate
-# may then end by its steps: BUDGET= (empty) compares after N steps instead.
+# The learning rate falls until training_steps. So set --config.training_steps=N
+# to the number of steps that the baseline takes in BUDGET. A faster candidate
+# may then finish its N steps early. To compare both after N steps instead, set
+# BUDGET= (empty).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -42,7 +44,7 @@ order='baseline candidate'
 for seed in $SEEDS; do
   for side in $order; do
     echo "$side, seed $seed"
-    # shellcheck disable=SC2086 # Flags of a version, or none.
+    # shellcheck disable=SC2086 # A version may consist of several flags.
     if ! (cd "${tree[$side]}" && python experiment.py --config="$CONFIG" \
       --jaxline_mode=train_and_eval --config.random_seed="$seed" \
       --config.checkpoint_dir="$OUT/$side/$seed" \

@@ -1,4 +1,4 @@
-"""Pax's way to write an experiment; see README.md."""
+"""Experiments written with Pax's classes; see README.md."""
 
 try:
   import fiddle  # noqa: F401
@@ -6,6 +6,6 @@ except ModuleNotFoundError as e:
   if e.name != 'fiddle':
     raise
   raise ModuleNotFoundError(
-    "Pax's way to write an experiment needs Fiddle: pip install -e '.[pax]'.",
+    "examples.pax needs Fiddle. Run: pip install -e '.[pax]'",
     name='fiddle',
   ) from e

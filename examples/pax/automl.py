@@ -1,17 +1,17 @@
-"""Sweeps: an experiment with several values of its constants.
+"""Sweeps: training an experiment with several values of its constants.
 
     @automl.parameter_sweep([('LEARNING_RATE', (1e-3, 3e-3)), ('SEED', (1, 2))])
     @experiment_registry.register
     class Mine(c4.C4Spmd1BAdam4Replicas):
       ...
 
-registers the combinations as `Mine.0` to `Mine.3`, each an experiment of its
-own. `python -m examples.pax.main --exp=Mine --mode=sweep --job_log_dir=DIR`
-trains them one after the other, with `--index=N` only one of them, as
-`$SLURM_ARRAY_TASK_ID`, and says which is the best by
-`--config.best_model_eval_metric=NAME`. The library's `runs sweep` does it.
+registers the combinations as separate experiments, `Mine.0` to `Mine.3`.
+`python -m examples.pax.main --exp=Mine --mode=sweep --job_log_dir=DIR` trains
+them one after the other with the library's `runs sweep`. With `--index=N`, such
+as `$SLURM_ARRAY_TASK_ID`, it trains only one. With
+`--config.best_model_eval_metric=NAME` it reports the best one.
 
-Pax's AutoML searches; this takes all combinations.
+Pax's AutoML searches. This module runs all combinations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +31,10 @@ def parameter_sweep(
   """Registers an experiment with each combination of constants; a decorator.
 
   Args:
-    axes: pairs of a constant and its values, numbers or words.
+    axes: Pairs of a constant and its values, numbers or words.
 
   Raises:
-    UsageError: there is no such constant, or no value.
+    UsageError: A constant does not exist or has no value.
   """
 
   def register(experiment: Experiment) -> Experiment:
@@ -50,10 +50,10 @@ def parameter_sweep(
 def _point(
   experiment: Experiment, number: int, values: Mapping[str, Any]
 ) -> Experiment:
-  """Returns the experiment of one combination, of the name `NAME.number`."""
+  """Returns the experiment of one combination, with the name `NAME.number`."""
   point = experiment.with_constants(values)
   point.__qualname__ = f'{experiment.__qualname__}.{number}'
-  # What is swept is not reduced.
+  # The values of the sweep override those of the reduced version.
   small = lambda cls: experiment.reduced().with_constants(values)
   point.reduced = classmethod(small)  # type: ignore[method-assign, assignment]
   return point
@@ -63,11 +63,12 @@ def flags(experiment: Experiment) -> list[str]:
   """Returns the flags of `runs sweep` for the axes of an experiment.
 
   Raises:
-    UsageError: it has none.
+    UsageError: The experiment has no axes.
   """
   if not (axes := experiment.sweep_axes):
     raise errors.UsageError(
-      f'{experiment.__name__} has no axes; expected @automl.parameter_sweep.'
+      f'{experiment.__name__} has no sweep axes. Decorate the class with'
+      ' @automl.parameter_sweep.'
     )
   keys = {name: config_lib.key_of(experiment, name) for name in axes}
   return [

@@ -1,4 +1,4 @@
-"""Sweeps: what is registered, and that the best of its points is found."""
+"""Tests that sweeps register their points and find the best one."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def _registered(monkeypatch):
   @sweep
   @experiment_registry.register
   class Swept(sequences.ReverseEncoderDecoder.with_constants(TINY)):
-    """A small one."""
+    """A small experiment to sweep."""
 
     @classmethod
     def reduced(cls):
@@ -47,7 +47,7 @@ def test_each_combination_is_an_experiment():
     constants = config_lib.get_config(
       f'Swept.{number}:reduced'
     ).experiment_kwargs.config.constants
-    # What is swept is not reduced.
+    # The values of the sweep override the reduced version's.
     assert (rate, 4) == (constants.LEARNING_RATE, constants.MODEL_DIMS)
   with pytest.raises(experiment_registry.UnknownError):
     experiment_registry.get('Swept.4')
@@ -63,7 +63,7 @@ def test_what_is_no_constant_is_refused():
 def test_an_experiment_without_axes_is_not_swept(capsys):
   with pytest.raises(SystemExit, match='2'):
     main.main(['--exp=CopyEncoderDecoder', '--mode=sweep', '--job_log_dir=x'])
-  assert 'expected @automl.parameter_sweep' in capsys.readouterr().err
+  assert '@automl.parameter_sweep' in capsys.readouterr().err
 
 
 def test_the_librarys_sweep_gets_the_axes(monkeypatch):
@@ -87,7 +87,7 @@ def test_the_librarys_sweep_gets_the_axes(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # Two runs.
+@pytest.mark.timeout(600)  # Two runs take a while.
 def test_a_sweep_trains_its_points_and_names_the_best(tmp_path, capsys):
   flags = [
     *('--exp=Swept', '--mode=sweep', f'--job_log_dir={tmp_path}'),

@@ -1,4 +1,4 @@
-"""The base of registered experiments: constants, data, and a task.
+"""The base class of registered experiments: constants, data and a task.
 
     @experiment_registry.register
     class Small(model_params.LmExperiment):
@@ -6,8 +6,8 @@
       MODEL_DIMS = 256
 
 The constants are the attributes in capital letters. Each becomes a value of the
-run's config (`examples.pax.config`), so it is in the run's config.json, and can
-be overridden on the command line: `--NUM_LAYERS=2`.
+run's config (`examples.pax.config`), so config.json records it, and you can
+override it on the command line: `--NUM_LAYERS=2`.
 """
 
 import abc
@@ -21,8 +21,8 @@ from jaxline import errors
 from jaxline.inputs import base as inputs
 from jaxline.inputs import tokenization
 
-# Constants that are keys of the run's config, and fields of `task.train` that
-# have the same value. Not every experiment has the last four.
+# Constant -> (key of the run's config, field of `task.train` or ''), which have
+# the same value. Not every experiment has the last four.
 KEYS = {
   'SHARDING': ('sharding', ''),
   'TOPOLOGY': ('topology', ''),
@@ -44,12 +44,12 @@ KEYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Prompting:
-  """How text becomes tokens, and tokens text.
+  """The conversion between text and tokens, for decoding.
 
   Attributes:
-    tokenizer: its document token ends a continuation.
-    start_id: the token before a prompt; None is none.
-    max_length: tokens of a prompt and its continuation, at most.
+    tokenizer: The tokenizer. Its document token ends a continuation.
+    start_id: Token before each prompt. If None, there is none.
+    max_length: Maximum number of tokens of a prompt and its continuation.
   """
 
   tokenizer: tokenization.Tokenizer
@@ -58,34 +58,35 @@ class Prompting:
 
 
 class BaseExperiment(abc.ABC):
-  """Constants, data and a task.
+  """An experiment: constants, data and a task.
 
   Attributes:
-    ICI_MESH_SHAPE: sizes of the mesh within a slice: (replica, data, mdl), or
-      (stage, replica, data, mdl). One may be -1, all that are left.
-    DCN_MESH_SHAPE: the same across slices.
-    SHARDING: what is split over it, one of `partitioning.PRESETS`.
-    TOPOLOGY: the TPU slice that `--mode=compile` is for, such as 'v4:2x2x1';
-      None is the devices that are here.
-    MAX_STEPS: steps of training.
-    CHECKPOINT_EVERY_N_STEPS: steps from checkpoint to checkpoint.
-    CHECKPOINT_MAX_TO_KEEP: how many of the newest are kept.
-    SUMMARY_INTERVAL_STEPS: steps from log line to log line.
-    EVAL_INTERVAL_STEPS: steps from evaluation to evaluation; None where there
-      is no data for them.
-    RANDOM_SEED: of the weights and of what else is random in training.
-    changeable_constants: names of constants that change no step of training: a
-      run may be resumed with other values of them. Constants that are keys of
-      the library need not be named.
-    sweep_axes: constants and their values in a sweep: see `automl`.
-    num_devices: how many devices the run's mesh has.
+    ICI_MESH_SHAPE: Sizes of the mesh within a slice: (replica, data, mdl), or
+      (stage, replica, data, mdl). One size may be -1: all remaining devices.
+    DCN_MESH_SHAPE: Sizes of the mesh across slices.
+    SHARDING: Rules that split arrays over the mesh, one of
+      `partitioning.PRESETS`.
+    TOPOLOGY: TPU slice that `--mode=compile` compiles for, such as 'v4:2x2x1'.
+      If None, the local devices.
+    MAX_STEPS: Number of training steps.
+    CHECKPOINT_EVERY_N_STEPS: Steps between checkpoints.
+    CHECKPOINT_MAX_TO_KEEP: Number of newest checkpoints to keep.
+    SUMMARY_INTERVAL_STEPS: Steps between log lines.
+    EVAL_INTERVAL_STEPS: Steps between evaluations. If None, there is no data to
+      evaluate on.
+    RANDOM_SEED: Seed of the initial weights and of all randomness in training.
+    changeable_constants: Names of constants that do not affect training, so a
+      resumed run may change them. Constants that are keys of the library need
+      not be listed.
+    sweep_axes: Constants and their values in a sweep; see `automl`.
+    num_devices: Number of devices of the run's mesh.
   """
 
   ICI_MESH_SHAPE: ClassVar[tuple[int, ...]] = (1, -1, 1)
   DCN_MESH_SHAPE: ClassVar[tuple[int, ...]] = (1, 1, 1)
   SHARDING: ClassVar[str] = 'ddp'
   TOPOLOGY: ClassVar[str | None] = None
-  # Paxml's own.
+  # Paxml's defaults.
   MAX_STEPS: ClassVar[int] = 10_000_000
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 5000
   CHECKPOINT_MAX_TO_KEEP: ClassVar[int] = 10
@@ -97,51 +98,52 @@ class BaseExperiment(abc.ABC):
   sweep_axes: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
   def __init__(self, num_devices: int):
-    """Makes it for a mesh of `num_devices`, over all slices."""
+    """Makes the experiment for a mesh of `num_devices` over all slices."""
     self.num_devices = num_devices
-    # The shard that `datasets` reads; None is the shard of this process.
+    # Shard that `datasets` reads. None means this process's shard.
     self.shard: inputs.Shard | None = None
 
   @abc.abstractmethod
   def datasets(self) -> list[fdl.Config]:
-    """Returns Fiddle configs of inputs, which are built when they are read.
+    """Returns Fiddle configs of the inputs, which are built when needed.
 
-    Such as `fdl.Config(text.TextInput, is_training=True, shard=self.shard,
-    batch_size=inputs.per_host(self.rows(...), self.shard))`: one with
-    `is_training`, and for evaluation any number without. Of several of these,
-    each has a `name`, with which the names of its metrics begin.
+    An example is `fdl.Config(text.TextInput, is_training=True,
+    shard=self.shard, batch_size=inputs.per_host(self.rows(...), self.shard))`.
+    One config has `is_training=True`. Any number of configs without it are for
+    evaluation. If there are several, give each a `name`, which prefixes the
+    names of its metrics.
     """
 
   @abc.abstractmethod
   def task(self) -> Any:
     """Returns the HParams of a `tasks.SingleTask`.
 
-    Steps, intervals and the seed may be left out: they are the constants'.
+    You can leave out steps, intervals and the seed: the constants set them.
     """
 
   def input_specs(self) -> Mapping[str, tuple[tuple[int, ...], str]] | None:
-    """Returns entry -> shape of a row and dtype, where these are known.
+    """Returns entry -> (shape of a row, dtype), or None if unknown.
 
-    So `--mode=compile` needs no data. None opens the data for a batch.
+    With specs, `--mode=compile` needs no data. If None, it reads a batch.
     """
     return None
 
   def prompting(self) -> Prompting:
-    """Returns what makes tokens of prompts; for `--mode=decode`."""
+    """Returns the tokenization of prompts, for `--mode=decode`."""
     raise NotImplementedError(
       f'{type(self).__name__} cannot continue text. Override `prompting`.'
     )
 
   @classmethod
   def has_prompting(cls) -> bool:
-    """Whether the experiment continues text."""
+    """Whether the experiment can continue text."""
     return cls.prompting is not BaseExperiment.prompting
 
   def filled_task(self) -> Any:
-    """Returns the task with the constants' steps, intervals and seed.
+    """Returns the task with steps, intervals and seed set by the constants.
 
     Raises:
-      UsageError: `task` has set one of them to something else.
+      UsageError: `task` sets one of them to a different value.
     """
     task = self.task()
     defaults = type(task.train)()
@@ -152,28 +154,29 @@ class BaseExperiment(abc.ABC):
       if given not in (value, getattr(defaults, field)):
         raise errors.UsageError(
           f'{type(self).__name__}.task sets train.{field} to {given}, and'
-          f' {constant} is {value}. Set the constant.'
+          f' {constant} is {value}. Set only the constant.'
         )
       setattr(task.train, field, value)
     return task
 
   def rows(self, per_core: float) -> int:
-    """Returns the rows of a global batch with `per_core` for each device.
+    """Returns the rows of a global batch with `per_core` rows per device.
 
     Raises:
-      UsageError: that is no whole number.
+      UsageError: The result is not a positive integer.
     """
     rows = per_core * self.num_devices
     if rows < 1 or rows != int(rows):
       raise errors.UsageError(
-        f'{per_core} rows for each of {self.num_devices} devices are {rows};'
-        ' expected an integer of at least 1. Change the mesh or the constant.'
+        f'{per_core} rows for each of {self.num_devices} devices make a batch'
+        f' of {rows}; expected an integer of at least 1. Change the mesh or the'
+        ' constant.'
       )
     return int(rows)
 
   @classmethod
   def constants(cls) -> dict[str, Any]:
-    """Returns name -> value of the constants."""
+    """Returns name -> value of all constants."""
     names = dict.fromkeys(
       name for part in reversed(cls.__mro__) for name in vars(part)
     )
@@ -181,16 +184,16 @@ class BaseExperiment(abc.ABC):
 
   @classmethod
   def check_constants(cls, names: Iterable[str]) -> None:
-    """Refuses names that are no constants, with a UsageError."""
+    """Raises a UsageError if a name is not a constant."""
     known = cls.constants()
     errors.check_names(names, known, 'constant', cls.__name__)
 
   @classmethod
   def with_constants(cls, values: Mapping[str, Any]) -> type[Self]:
-    """Returns a subclass of the same name with other constants.
+    """Returns a subclass with the same name and different constants.
 
     Raises:
-      UsageError: there is no such constant.
+      UsageError: A name is not a constant.
     """
     cls.check_constants(values)
     body = {
@@ -202,8 +205,8 @@ class BaseExperiment(abc.ABC):
 
   @classmethod
   def reduced(cls) -> type[Self]:
-    """Returns a small one of the same family, for two cores and a minute."""
+    """Returns a small version that trains for a minute on two cores."""
     raise NotImplementedError(
-      f'{cls.__name__} does not say what it is reduced to. Override `reduced`,'
-      ' for instance with `return cls.with_constants({...})`.'
+      f'{cls.__name__} has no reduced version. Override `reduced`, for example'
+      ' with `return cls.with_constants({...})`.'
     )

@@ -1,4 +1,4 @@
-"""Inputs by the names of Praxis's `base_input`.
+"""Inputs, under the names of Praxis's `base_input`.
 
     class MyInput(base_input.BaseInput):
       size: int = 8
@@ -9,8 +9,8 @@
     p.size = 16
     batch = p.Instantiate().get_next()
 
-`jaxline.inputs.base` has the contract. An input is a dataclass; `HParams` and
-`Params` make a config of it.
+`jaxline.inputs.base` defines the contract of an input. An input is a dataclass.
+`HParams` and `Params` both make a config of it.
 """
 
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ NestedMap = base.Batch
 
 
 class _ConfigOf:
-  """What makes configs of a class; an attribute of the class."""
+  """A descriptor that makes configs of the class that has it."""
 
   def __init__(self, owner: Any = None):
     self._owner = owner
@@ -31,22 +31,22 @@ class _ConfigOf:
     return _ConfigOf(owner)
 
   def __call__(self, **fields: Any) -> pax_fiddle.Config:
-    """Returns a config of the class, with these fields."""
+    """Returns a config of the class with the given fields."""
     return pax_fiddle.Config(self._owner, **fields)
 
   def __mro_entries__(self, bases: Any) -> NoReturn:
     raise TypeError(
       f'{self._owner.__name__} is a dataclass: declare the fields of an input'
-      ' on the class itself, and not in a class HParams or Params.'
+      ' on the class itself instead of in a class HParams or Params.'
     )
 
 
 class Configured:
-  """Gives an input `HParams` and `Params`, either of which makes its config."""
+  """A mixin with `HParams` and `Params`, which make an input's config."""
 
   HParams = _ConfigOf()
   Params = _ConfigOf()
 
 
 class BaseInput(Configured, base.BaseInput):
-  """The base of inputs of your own: see `jaxline.inputs.base.BaseInput`."""
+  """The base class of your inputs: see `jaxline.inputs.base.BaseInput`."""

@@ -1,4 +1,4 @@
-"""Inputs by Pax's names, and that every one gives what a NestedMap does."""
+"""Tests of inputs under Pax's names, whose batches act as a NestedMap."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from examples.pax.tasks.synthetic import input as sequences
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Own(base_input.BaseInput):
-  """Ones."""
+  """An input of ones."""
 
   length: int = 2
 
@@ -32,7 +32,7 @@ def test_a_class_has_its_config(name):
   assert p.clone().set(batch_size=5).Instantiate().batch_size == 5
   with pytest.raises(AttributeError):
     p.lenght = 4
-  # A subclass has its own.
+  # A subclass makes configs of itself.
   synth = synthetic.SyntheticInput.HParams(batch_size=2, length=3)
   assert type(synth.Instantiate()) is synthetic.SyntheticInput
 

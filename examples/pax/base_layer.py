@@ -1,7 +1,8 @@
-"""Layers: functions with weights, which are made of hyperparameters.
+"""Layers: functions with weights, configured by hyperparameters.
 
-A layer has an inner dataclass `HParams`; `setup`, which creates its variables
-and children; and `__call__`, which computes (a layer may call it `fprop`).
+A layer has three parts: an inner dataclass `HParams`; a method `setup` that
+creates its variables and children; and a method `__call__`, or `fprop`, that
+computes the output.
 
     class Linear(base_layer.BaseLayer):
 
@@ -21,20 +22,19 @@ and children; and `__call__`, which computes (a layer may call it `fprop`).
     variables = layer.init(jax.random.key(0))
     outputs = layer.apply(variables, inputs)
 
-The fields may stand on the class as well: see `hparams`.
+You may also declare the fields on the layer's class: see `hparams`.
 
-The object that `Instantiate` returns has no weights: `init` and `apply` are
-pure functions, each call of which is a run with its own copies of the layers.
-Haiku keeps the variables and the random keys of a run, and Haiku's modules may
-be used within a layer. All variables are created in `setup`, so that they are
-known without an input: `abstract_init` lists them with their shapes and axes
-without making one.
+The object that `Instantiate` returns holds no weights. `init` and `apply` are
+pure functions, and each call is a run with its own copies of the layers. Haiku
+holds the variables and the random keys of a run, so a layer may contain Haiku
+modules. `setup` creates all variables, so they are known without an input:
+`abstract_init` lists their shapes and axes without creating an array.
 
-`jaxline.parallel.partitioning` decides how an array is split: a variable names
-its axes (`tensor_split_dims_mapping`), and the run's sharding maps them to the
-mesh.
+`jaxline.parallel.partitioning` decides how arrays are split. A variable names
+its axes (`tensor_split_dims_mapping`), and the run's sharding maps the axes to
+the mesh.
 
-Names and behaviour are those of Praxis (Google, 2022).
+Names and behavior follow Praxis (Google, 2022).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field
 
-# Pax's names, and the types of a run's results.
+# Names under which Pax and its documents import these.
 WeightHParams = weights.WeightHParams
 WeightHParamsCollection = weights.WeightHParamsCollection
 WeightInit = weights.WeightInit
@@ -69,8 +69,8 @@ Variables = layer_runs.Variables
 PARAMS, NON_TRAINABLE = layer_runs.PARAMS, layer_runs.NON_TRAINABLE
 
 
-def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
-  """Runs a layer's method in the layer's place, if it is part of a run."""
+def _run_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Wraps a method so that it runs in the layer's scope, if within a run."""
   is_call = method.__name__ in ('__call__', 'fprop')
 
   @functools.wraps(method)
@@ -80,12 +80,12 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
     self.in_run()
     scope = jax.named_scope(str(self.name))
     with scope, layer_runs.place(self.module_name, method.__name__):
-      self._depth += is_call  # A method may call its parent's.
+      self._depth += is_call  # A method may call the parent class's.
       out = method(self, *args, **kwargs)
       self._depth -= is_call
     if is_call and not self._depth:
       self._check_mapping(
-        'activation_split_dims_mapping', self._sharded, 'what it splits'
+        'activation_split_dims_mapping', self._sharded, 'its activations'
       )
     return out
 
@@ -95,21 +95,24 @@ def _in_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
 class BaseLayer(hparams_lib.Configurable):
   """A function with variables, and with other layers as children.
 
-  `hparams` are its hyperparameters, frozen. In a run it also has `module_name`,
-  its path in the tree.
+  `hparams` holds the frozen hyperparameters. During a run, `module_name` is the
+  layer's path in the tree.
 
   Attributes:
-    name: of the layer, as the root of a tree; a child's is its parent's choice.
-      None is the class's, in snake_case. In a run, the last part of the path.
-    dtype: of its variables. A child's that is float32 is its parent's.
-    fprop_dtype: of what it computes; None is its parent's, or `dtype`.
-    params_init: what its variables start as, where they say nothing else; None
-      is its parent's, or Xavier.
-    shared_weight_layer_id: all layers of one tree with one id are one layer.
+    name: Name of the layer if it is the root of a tree. If None, the class's
+      name in snake_case. A parent names its children. During a run, the last
+      part of the path.
+    dtype: Dtype of the variables. A child with float32, the default, takes its
+      parent's dtype.
+    fprop_dtype: Dtype of the computation. If None, the parent's, or `dtype` for
+      a root.
+    params_init: Default initializer of the variables. If None, the parent's, or
+      Xavier for a root.
+    shared_weight_layer_id: Layers of a tree with the same id are one layer.
       Their other hyperparameters must be equal.
-    weight_split_dims_mapping: axes of its variables by name, in place of the
-      layer's own: {'w': ('data', 'mdl')}. See `SplitDims`.
-    activation_split_dims_mapping: the same of what it computes:
+    weight_split_dims_mapping: Axes of variables by name, such as
+      {'w': ('data', 'mdl')}, which override the layer's own. See `SplitDims`.
+    activation_split_dims_mapping: Axes of activations by name, such as
       {'out': ('batch', None, 'mlp')}.
   """
 
@@ -126,25 +129,25 @@ class BaseLayer(hparams_lib.Configurable):
   )
 
   _run: layer_runs.Run | None = None
-  _depth = 0  # Of calls.
+  _depth = 0  # Number of nested calls.
 
   def __init__(self, hparams: Any):
     super().__init__(hparams)
-    self._names = set[str]()  # Of variables and children.
-    self._sharded = set[str]()  # What `shard` was called with.
+    self._names = set[str]()  # Names of variables and children.
+    self._sharded = set[str]()  # Names that `shard` was called with.
 
   def __init_subclass__(cls, **kwargs: Any):
     super().__init_subclass__(**kwargs)
     for name, value in list(vars(cls).items()):
       if inspect.isfunction(value) and (name == '__call__' or name[:2] != '__'):
-        setattr(cls, name, _in_its_place(value))
+        setattr(cls, name, _run_in_scope(value))
 
   def bound(self, path: str, run: layer_runs.Run) -> Self:
-    """Returns the layer as part of a run, with variables and children.
+    """Returns a copy that is part of a run, with variables and children.
 
     Args:
-      path: the layer's place in the tree.
-      run: the run of `init` or `apply`.
+      path: Path of the layer in the tree.
+      run: The run of `init` or `apply`.
     """
     layer = type(self)(self.hparams)
     layer._run, layer.in_stacks = run, run.stacks
@@ -159,45 +162,46 @@ class BaseLayer(hparams_lib.Configurable):
 
   @property
   def _variables(self) -> dict[str, tuple[WeightHParams, bool]]:
-    """Name -> what it is, and whether it is trained."""
+    """Name -> (declaration, whether trainable) of the layer's variables."""
     return self.in_run().created.get(self.module_name, {})
 
   def in_run(self) -> layer_runs.Run:
     """Returns the run that the layer is part of."""
     if self._run is None:
       raise RuntimeError(
-        f'This {type(self).__name__} has no variables: it is not part of a'
-        ' run. From outside write layer.apply(layer.init(rng), ...,'
-        " method=...); in another layer create_child('name', hparams) in"
-        ' `setup`, and call self.name.'
+        f'This {type(self).__name__} has no variables, because it is not part'
+        ' of a run. From outside, call layer.apply(layer.init(rng), ...,'
+        " method=...). Within a layer, call create_child('name', hparams) in"
+        ' `setup`, and then self.name.'
       )
     return self._run
 
   def _check_mapping(self, field: str, names: set[str], what: str) -> None:
     if wrong := sorted(set(getattr(self.hparams, field)) - names):
       raise ValueError(
-        f'{field} of {self.module_name} names {wrong}, which are none of {what}'
+        f'{field} of {self.module_name} names {wrong}; expected some of {what}'
         f' {sorted(names)}.{errors.did_you_mean(wrong[0], names)}'
       )
 
   def setup(self) -> None:
-    """Creates variables and children; nothing by default."""
+    """Creates variables and children. By default, there are none."""
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Computes; a layer overrides this or has a method `fprop`."""
+    """Computes the output. A layer overrides this method or defines `fprop`."""
     return self.fprop(*args, **kwargs)
 
-  # What `setup` uses.
+  # For use in `setup`.
 
   def create_variable(
     self, name: str, weight: WeightHParams, trainable: bool = True
   ) -> None:
-    """Creates a variable; `self.theta.<name>` is its value.
+    """Creates a variable, whose value is `self.theta.<name>`.
 
     Args:
-      name: its name, new in this layer.
-      weight: what it is.
-      trainable: whether the optimizer changes it; else only `update_var` does.
+      name: Name of the variable, unused so far in this layer.
+      weight: Declaration of the variable.
+      trainable: Whether the optimizer updates the variable. If False, only
+        `update_var` does.
     """
     run = self._reserve(name)
     p = self.hparams
@@ -219,27 +223,30 @@ class BaseLayer(hparams_lib.Configurable):
       )
 
   def create_child(self, name: str, template: Any, **fields: Any) -> None:
-    """Creates a layer, which becomes `self.<name>`.
+    """Creates a child layer, `self.<name>`.
 
-    What it leaves open (`dtype`, `fprop_dtype`, `params_init`) is this layer's.
+    The child inherits `dtype`, `fprop_dtype` and `params_init` from this layer
+    unless its template sets them.
 
     Args:
-      name: its name, new in this layer.
-      template: its HParams. Where `fdl.build` found a config several times in
-        a tree, all are one layer, which has its place where it comes first.
-      **fields: what this layer decides of them, such as `input_dims`.
+      name: Name of the child, unused so far in this layer.
+      template: HParams of the child. If `fdl.build` found the same config
+        several times in a tree, all of them are one layer, whose path is that
+        of the first.
+      **fields: Fields that this layer sets in the template, such as
+        `input_dims`.
     """
     setattr(self, name, self._child(name, template, fields))
 
   def create_children(
     self, name: str, templates: Sequence[Any], **fields: Any
   ) -> None:
-    """Creates layers `name_0`, ...; `self.<name>` is the list of them.
+    """Creates child layers `name_0`, ..., and the list `self.<name>`.
 
     Args:
-      name: of all of them.
-      templates: one each, as for `create_child`.
-      **fields: as for `create_child`.
+      name: Name of the list.
+      templates: HParams of each child; see `create_child`.
+      **fields: Fields that this layer sets in all templates.
     """
     made = [
       self._child(f'{name}_{i}', t, fields) for i, t in enumerate(templates)
@@ -263,14 +270,14 @@ class BaseLayer(hparams_lib.Configurable):
   def _unbound_child(
     self, template: Any, fields: Mapping[str, Any]
   ) -> 'BaseLayer':
-    """Returns a child, what its template leaves open filled in."""
+    """Returns a child that inherits the fields which its template lacks."""
     if not isinstance(template, BaseLayer.HParams):
       raise TypeError(
-        f'A child of {type(self).__name__} is made of the HParams of a layer;'
-        f' got {template!r}.'
+        f'Expected a child of {type(self).__name__} to be the HParams of a'
+        f' layer; got {template!r}.'
       )
-    # Of one that is frozen, what is nested stays the same objects, by which
-    # shared layers are known.
+    # A frozen template is copied without its nested templates, because the
+    # identity of these tells which layers are shared.
     copied = copy.copy if template.is_frozen else copy.deepcopy
     p, hparams = self.hparams, copied(template).set(**fields)
     if hparams.dtype == jnp.float32:
@@ -285,30 +292,30 @@ class BaseLayer(hparams_lib.Configurable):
     run = self.in_run()
     if name in self._names or name in vars(self) or hasattr(type(self), name):
       raise ValueError(
-        f'{type(self).__name__} has a {name!r} already; choose another name.'
+        f'{type(self).__name__} already has a {name!r}. Choose another name.'
       )
     self._names.add(name)
     return run
 
-  # What computing uses.
+  # For use in `__call__` and other methods of a run.
 
   @property
   def do_eval(self) -> bool:
-    """Whether this is an evaluation, and not training."""
+    """Whether this is an evaluation rather than training."""
     return self.in_run().do_eval
 
   @property
   def aux_losses(self) -> dict[str, tuple[Any, Any]]:
-    """What was added to the loss in this run up to now, by `add_aux_loss`."""
+    """Path -> (value, weight) of the auxiliary losses so far in this run."""
     return dict(self.in_run().collected.aux_losses)
 
   @property
   def theta(self) -> Any:
-    """The values of its variables, as attributes: `self.theta.w`."""
+    """Values of the variables, as attributes: `self.theta.w`."""
     return layer_runs.Theta(self.get_var)
 
   def get_var(self, name: str) -> jax.Array:
-    """Returns the value of a variable, as it is now."""
+    """Returns the current value of a variable."""
     if name not in self._variables:
       raise AttributeError(
         f'{self.module_name} has no variable {name!r}; it has'
@@ -318,12 +325,12 @@ class BaseLayer(hparams_lib.Configurable):
     return self.in_run().value(self.module_name, name)
 
   def update_var(self, name: str, value: jax.Array) -> None:
-    """Sets a variable that is not trained."""
+    """Sets a variable that was created with `trainable=False`."""
     weight, is_trained = self._variables.get(name, (WeightHParams(()), True))
     if is_trained:
       raise ValueError(
-        f'{self.module_name} cannot set {name!r}: expected one of its variables'
-        ' with trainable=False.'
+        f'{self.module_name} cannot set {name!r}; expected a variable of this'
+        ' layer with trainable=False.'
       )
     if value.shape != weight.full_shape or value.dtype != weight.dtype:
       raise ValueError(
@@ -333,24 +340,29 @@ class BaseLayer(hparams_lib.Configurable):
     self.in_run().update(self.module_name, name, value)
 
   def next_prng_key(self) -> jax.Array:
-    """Returns a new random key of this run."""
+    """Returns a fresh random key."""
     key = hk.maybe_next_rng_key()
     if key is None:
       raise ValueError(
-        f'{self.module_name} draws random numbers, and got no key; expected'
-        ' layer.apply(..., rng=key), or do_eval=True where that draws none.'
+        f'{self.module_name} draws random numbers but got no key. Call'
+        ' layer.apply(..., rng=key), or set do_eval=True if evaluation draws'
+        ' none.'
       )
     return key
 
   def shard(
     self, x: jax.Array, axes: SplitDims, name: str = 'out'
   ) -> jax.Array:
-    """Says how an activation is split over the mesh.
+    """Constrains how an activation is split over the mesh.
 
     Args:
-      x: the activation.
-      axes: one entry for each dimension; see `SplitDims`.
-      name: under which `activation_split_dims_mapping` may say otherwise.
+      x: The activation.
+      axes: One entry for each dimension; see `SplitDims`. If None, the
+        compiler decides.
+      name: Key with which `activation_split_dims_mapping` overrides `axes`.
+
+    Returns:
+      The activation.
     """
     self._sharded.add(name)
     axes = self.hparams.activation_split_dims_mapping.get(name, axes)
@@ -361,13 +373,13 @@ class BaseLayer(hparams_lib.Configurable):
   def add_summary(
     self, name: str, value: jax.Array, verbosity: int = 2
   ) -> None:
-    """Logs a scalar beside the metrics of the step, where that is wanted.
+    """Logs a scalar with the metrics of the step.
 
     Args:
-      name: its name in this layer.
-      value: a scalar.
-      verbosity: from which verbosity of the run on (the task's
-        `train.summary_verbosity`).
+      name: Name of the scalar, within this layer.
+      value: A scalar.
+      verbosity: Lowest verbosity of the run (the task's
+        `train.summary_verbosity`) at which the scalar is logged.
     """
     run = self.in_run()
     self._check_scalar(name, value)
@@ -378,12 +390,12 @@ class BaseLayer(hparams_lib.Configurable):
   def add_aux_loss(
     self, name: str, value: jax.Array, weight: Any = 1.0
   ) -> None:
-    """Adds `value` to what is minimised.
+    """Adds a scalar to the loss.
 
     Args:
-      name: its name in this layer.
-      value: a scalar.
-      weight: what counts where it is averaged over batches.
+      name: Name of the auxiliary loss, within this layer.
+      value: A scalar.
+      weight: Weight of `value` in an average over batches.
     """
     losses = self.in_run().collected.aux_losses
     self._check_scalar(name, value)
@@ -396,36 +408,36 @@ class BaseLayer(hparams_lib.Configurable):
         ' a scalar, such as the mean.'
       )
 
-  # From outside.
+  # For use from outside of a run.
 
   def init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
-    """Returns the first values of all variables.
+    """Returns the initial values of all variables.
 
     Args:
-      rng: a key, raw or typed.
-      *args: inputs, which are needed only where a layer has Haiku modules that
-        make their weights when they are called.
-      **kwargs: as for `apply`.
+      rng: Random key, raw or typed.
+      *args: Inputs. They are needed only if the tree contains Haiku modules,
+        which create their weights when they are called.
+      **kwargs: Keyword arguments, as for `apply`.
     """
     boxed = self.boxed_init(rng, *args, **kwargs)
     return partitioning.unbox(boxed)
 
   def boxed_init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
-    """Returns `init`, each array in a `partitioning.Logical`."""
+    """Like `init`, with each array in a `partitioning.Logical`."""
     run = layer_runs.Run(rng)
     variables = self._init(run, *args, **kwargs)
 
     def box(path: Any, value: jax.Array) -> partitioning.Logical:
       _, layer, name = (key.key for key in path)
       weight, _ = run.created.get(layer, {}).get(name, (None, None))
-      # Else it is a Haiku module's own.
+      # A variable of a Haiku module has no declaration.
       axes = weight.axes if weight else (None,) * value.ndim
       return partitioning.Logical(value, axes)
 
     return jax.tree_util.tree_map_with_path(box, variables)
 
   def abstract_init(self) -> dict[str, dict[str, dict[str, WeightHParams]]]:
-    """Returns what each variable is, without making any."""
+    """Returns the declarations of all variables, without creating arrays."""
     run = layer_runs.Run()
 
     def make(rng: jax.Array) -> Variables:
@@ -436,7 +448,7 @@ class BaseLayer(hparams_lib.Configurable):
     return run.tree(lambda path, name, weight: weight)
 
   def num_params(self) -> int:
-    """Returns how many numbers are trained."""
+    """Returns the number of trainable parameters."""
     return sum(w.size for w in jax.tree.leaves(self.abstract_init()[PARAMS]))
 
   def _init(
@@ -470,20 +482,20 @@ class BaseLayer(hparams_lib.Configurable):
     verbosity: int = -1,
     **kwargs: Any,
   ) -> Any:
-    """Runs a method with these variables; a pure function.
+    """Runs a method with the given variables; a pure function.
 
     Args:
-      variables: as `init` returns them.
-      *args: of the method.
-      rng: a key, where the method draws random numbers.
-      method: its name.
-      do_eval: whether this is an evaluation.
-      mutable: whether to return also what else comes of it.
-      verbosity: which summaries are wanted; those up to it.
-      **kwargs: of the method.
+      variables: Variables, as `init` returns them.
+      *args: Positional arguments of the method.
+      rng: Random key. Required if the method draws random numbers.
+      method: Name of the method.
+      do_eval: Whether this is an evaluation.
+      mutable: Whether to return the side outputs too.
+      verbosity: Highest verbosity of the summaries to collect.
+      **kwargs: Keyword arguments of the method.
 
     Returns:
-      What the method returns; with `mutable` also a `Collected`.
+      The method's result. If `mutable`, a pair of the result and a `Collected`.
     """
     run = layer_runs.Run(do_eval=do_eval, verbosity=verbosity)
 

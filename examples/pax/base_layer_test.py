@@ -1,4 +1,4 @@
-"""Tests of layers: their variables, their children, and what runs them."""
+"""Tests of layers: their variables, children and runs."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-# Of a kind that compiles fast.
+# This kind of key compiles fast.
 KEY = jax.random.key(0, impl='rbg')
 X = np.arange(6, dtype=np.float32).reshape(2, 3) / 5 - np.float32(0.4)
 
 
 class Linear(base_layer.BaseLayer):
-  """A product, which counts and sums up what it did."""
+  """A product that counts its calls and reports sums."""
 
   class HParams(BaseHParams):
     input_dims: int = 3
@@ -70,7 +70,7 @@ class Two(base_layer.BaseLayer):
 
 
 class Stack(base_layer.BaseLayer):
-  """Equal layers, one after another."""
+  """A sequence of equal layers."""
 
   class HParams(BaseHParams):
     layer: BaseHParams = sub_config_field(Linear.HParams)
@@ -107,7 +107,7 @@ def test_a_layer_is_two_pure_functions():
   np.testing.assert_allclose(
     layer.apply(variables, X), np.tanh(X @ w[0]) @ w[1], rtol=1e-5
   )
-  # Without an input nothing is run; nothing is drawn of the run's key.
+  # Without an input, nothing runs, and nothing uses the run's key.
   abstract = layer.abstract_init()
   assert jax.tree.map(lambda w: w.full_shape, abstract) == _shapes(variables)
   assert abstract['params']['two/first']['w'].init == WeightInit.Xavier()
@@ -126,7 +126,7 @@ def test_a_layer_is_two_pure_functions():
     (WeightInit.GaussianSqrtFanIn(2.0), (200, 50), 2 / 200**0.5, None),
     (WeightInit.GaussianSqrtFanOut(2.0), (200, 50), 2 / 50**0.5, None),
     (WeightInit.GaussianSqrtFanAvg(2.0), (200, 50), 2 / 125**0.5, None),
-    # The first dimension is the filter's.
+    # The first dimension belongs to the filter.
     (WeightInit.GaussianSqrtDim(2.0), (5, 40, 50), 2 / 5**0.5, None),
     (WeightInit.TruncatedGaussianSqrtDim(), (4, 50, 50), 0.87963 / 2, 1.0),
     (WeightInit.TruncatedGaussianSqrtFanIn(), (400, 25), 0.87963 / 20, 0.1),
@@ -136,7 +136,7 @@ def test_a_layer_is_two_pure_functions():
     (WeightInit.UniformUnitScaling(2.0), (4, 50, 50), 2 / 200**0.5, None),
     (WeightInit.UniformSqrtFanAvg(2.0), (200, 50), None, 2 * (6 / 250) ** 0.5),
     (WeightInit.Xavier(), (200, 50), (2 / 250) ** 0.5, (6 / 250) ** 0.5),
-    # The size of a filter counts for both sides.
+    # The size of a filter counts for both fans.
     (WeightInit.Xavier(2.0), (5, 40, 50), None, 2 * (6 / 450) ** 0.5),
     (WeightInit.Xavier(), (10_000,), None, (6 / 20_000) ** 0.5),
     (WeightInit.Constant(1.5), (200, 50), 0.0, 1.5),
@@ -147,7 +147,7 @@ def test_first_values(init, shape, stddev, limit):
   value = np.asarray(weight.make(KEY), np.float64)
   if stddev is None:
     stddev = limit / 3**0.5
-  # 10,000 numbers: the deviation is known to 0.7%, the mean to 1%.
+  # 10,000 numbers determine the deviation to 0.7% and the mean to 1%.
   assert value.std() == pytest.approx(stddev, rel=0.03, abs=1e-9)
   if limit is not None:
     assert 0.999 * limit < np.abs(value).max() <= limit * (1 + 1e-6)
@@ -169,7 +169,7 @@ def test_first_values_by_axes_and_by_name():
     fan_out_axes=(0,),
   )
   assert np.std(weight.make(KEY)) == pytest.approx(50**-0.5, rel=0.03)
-  # Matrices side by side, as a gate's, each begin as if alone.
+  # Stacked matrices, such as a gate's, are initialized separately.
   gated = WeightHParams(
     (30, 2, 50),
     init=WeightInit.Xavier(),
@@ -178,7 +178,7 @@ def test_first_values_by_axes_and_by_name():
     batch_axes=(1,),
   )
   assert np.abs(gated.make(KEY)).max() == pytest.approx((6 / 80) ** 0.5, 1e-2)
-  # Each of a stack's has its own, with the fans of one.
+  # Each layer of a stack has a different value, with the fans of one layer.
   stacked = dataclasses.replace(weight, repeat_prefix=(3, 2))
   assert stacked.size == 6 * 200 * 50
   assert stacked.full_shape == (3, 2, 200, 50)
@@ -222,11 +222,11 @@ def test_what_a_child_leaves_open_is_its_parents():
   assert float(params['two/second']['w'][0, 0]) == 2
   out = layer.apply(layer.init(KEY), X.astype(jnp.bfloat16))
   assert out.dtype == jnp.bfloat16
-  # As in Praxis, a type that is not the default is that of all within.
+  # As in Praxis, all children inherit a dtype that is not the default.
   whole = Stack.HParams(layer=Two.HParams(), dtype=jnp.bfloat16).Instantiate()
   for of in whole.abstract_init()['params'].values():
     assert of['w'].dtype == jnp.bfloat16
-  # The template is as it was.
+  # The template has not changed.
   assert p.first.fprop_dtype is None
   assert not p.first.is_frozen
 
@@ -265,7 +265,7 @@ def test_a_shared_layers_gradients_add(how):
     grads['two/first']['w'] + grads['two/second']['w'],
     rtol=1e-6,
   )
-  # It was called twice.
+  # The shared layer was called twice.
   _, collected = shared.apply(shared.init(KEY), X, mutable=True, verbosity=2)
   assert collected.non_trainable == {'two/first': {'calls': 2}}
   assert sorted(collected.summaries) == ['two/first/sum', 'two/first/sum_1']
@@ -279,7 +279,7 @@ def test_layers_are_shared_across_a_tree():
     inner = make(cls)(first=one)
     return make(cls)(first=inner, second=make(cls)(first=inner, second=one))
 
-  # Four are one, beside the second of `inner`, which itself is twice there.
+  # All uses of `one` are one layer. `inner`, used twice, is one layer, too.
   config = tree(Linear.HParams.config(), lambda layer: layer.HParams.config)
   shared = fdl.build(config)
   assert list(shared.init(KEY)['params']) == [
@@ -341,7 +341,7 @@ def test_shared_layers_must_be_equal():
 def test_a_layer_within_a_stack_is_not_one_outside():
   one = Linear.HParams(shared_weight_layer_id='one')
   both = Two.HParams(first=one, second=one)
-  # Within one of the stacked layers it is.
+  # Sharing works within one layer of the stack.
   layer = Stack.HParams(layer=both).Instantiate()
   assert layer.num_params() == 3 * 9
   for p in (
@@ -357,7 +357,7 @@ def test_a_layer_within_a_stack_is_not_one_outside():
       p.Instantiate().num_params()
 
 
-# What is beside the output.
+# Side outputs.
 
 
 def test_non_trainable_variables():
@@ -378,7 +378,7 @@ def test_non_trainable_variables():
 
   wrong = Wrong.HParams().Instantiate()
   for name, value, message in (
-    ('w', X, "cannot set 'w': expected"),
+    ('w', X, "cannot set 'w'; expected"),
     ('calls', jnp.zeros([]), r'wrong/calls is int32 \(\); got float32 \(\)'),
     (
       'calls',
@@ -451,7 +451,7 @@ def test_a_stack_is_its_layers_one_after_another():
     assert collected.aux_losses[f'{place}/second/square'][1] == 2
   calls = collected.non_trainable['stack/x/sub/second']['calls']
   np.testing.assert_array_equal(calls, [1, 1, 1])
-  # A stack of stacks.
+  # This is a stack of stacks.
   with pytest.raises(
     ValueError, match=r'shape of stack/x/sub/w is \(0, 3, 3\)'
   ):
@@ -480,7 +480,7 @@ def test_evaluation_and_random_numbers():
   a, b = layer.apply(variables, X, rng=KEY)
   assert np.all(np.asarray(a) != np.asarray(b))
   np.testing.assert_array_equal(a, layer.apply(variables, X, rng=KEY)[0])
-  with pytest.raises(ValueError, match=r'noisy draws .*rng=key\), or do_eval'):
+  with pytest.raises(ValueError, match=r'noisy draws .*rng=key\).*do_eval'):
     layer.apply(variables, X)
 
 
@@ -526,7 +526,7 @@ def test_names_of_haiku_modules_within_a_layer():
 
   layer = Outer.HParams().Instantiate()
   variables = layer.init(KEY, X)
-  # As Haiku names what its own modules make in these methods.
+  # These are the names that Haiku gives to modules made in these methods.
   assert list(variables['params']) == [
     'outer/inner/linear',
     'outer/inner/~helper/late',
@@ -536,7 +536,7 @@ def test_names_of_haiku_modules_within_a_layer():
   assert layer.apply(variables, X).shape == (2, 2)
 
 
-# Where arrays lie.
+# Shardings.
 
 
 def test_axes():
@@ -552,7 +552,7 @@ def test_axes():
     ([['data', 'mdl'], None], (('data', 'mdl'), None)),
   ):
     assert axes(weight_split_dims_mapping={'w': mapping}) == expected
-  with pytest.raises(ValueError, match=r'has 1 entries.*one a dimension'):
+  with pytest.raises(ValueError, match=r'has 1 entries.*each dimension'):
     axes(weight_split_dims_mapping={'w': ('data',)})
   with pytest.raises(ValueError, match=r"names \['wight'\].*\['calls', 'w'\]"):
     axes(weight_split_dims_mapping={'wight': ('data', None)})
@@ -580,9 +580,9 @@ def test_a_layer_on_a_mesh():
     weight_split_dims_mapping={'w': (None, 'data')},
     activation_split_dims_mapping={'out': (None, 'data')},
   ) == ((None, 'data'), (4, 2))
-  # Nothing is said of it; XLA decides.
+  # None means that XLA decides.
   assert shards(activation_split_dims_mapping={'out': None})[0][0] == 'data'
-  with pytest.raises(ValueError, match=r"split names \['ou'\], .*mean 'out'"):
+  with pytest.raises(ValueError, match=r"split names \['ou'\]; .*mean 'out'"):
     shards(activation_split_dims_mapping={'ou': None})
 
 
@@ -593,11 +593,9 @@ def test_what_a_layer_is_made_of():
   with pytest.raises(AttributeError, match="no field 'input_dims'"):
     Linear(Two.HParams()).init(KEY)
   for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
-    with pytest.raises(
-      TypeError, match='A child of Two is made of the HParams'
-    ):
+    with pytest.raises(TypeError, match='a child of Two to be the HParams'):
       Two.HParams(first=wrong).Instantiate().init(KEY)
-  with pytest.raises(ValueError, match='Is a size of the HParams still 0'):
+  with pytest.raises(ValueError, match='Is a size in the HParams still 0'):
     Linear.HParams(output_dims=0).Instantiate().init(KEY)
 
 
@@ -646,13 +644,13 @@ def test_names_within_a_layer():
       self.create_variable('a', weight)
       self.create_child(name, Linear.HParams())
 
-    with pytest.raises(ValueError, match=f"has a '{name}' already"):
+    with pytest.raises(ValueError, match=f"already has a '{name}'"):
       layer(setup).init(KEY)
 
   late = layer(
     lambda self: None, lambda self, x: self.create_variable('a', weight)
   )
-  with pytest.raises(ValueError, match=r'no bad/a.*those that `setup`'):
+  with pytest.raises(ValueError, match=r'no bad/a.*all variables in `setup`'):
     late.apply(late.init(KEY), X)
   nothing = layer(
     lambda self: self.create_variable('weight', weight),

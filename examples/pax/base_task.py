@@ -1,17 +1,17 @@
-"""Tasks: a model, and how it is trained.
+"""Tasks: a model and its training.
 
-A `SingleTask` has pure functions, which are those of a
-`sharded.ShardedExperiment`: the initial state, the loss of a batch, and the
-optimizer. Its model state is a dict:
+A `SingleTask` defines the pure functions of a `sharded.ShardedExperiment`: the
+initial state, the loss of a batch, and the optimizer. Its model state is a dict
+with these entries:
 
-    non_trainable  variables of the model that it changes itself
-    ema            the moving average of the weights, if the learner keeps one
-    ema_non_trainable  the same of `non_trainable`, with it
-    step           steps done, if the variational noise begins late: `loss_fn`
-                   gets no count of its own
-    sharded.OVERWRITE  scales of products in FP8, if there are any
+    non_trainable      non-trainable variables of the model
+    ema                moving average of the weights, if the learner keeps one
+    ema_non_trainable  moving average of `non_trainable`, if there is `ema`
+    step               number of steps, if the variational noise begins late,
+                       because `loss_fn` does not get it
+    sharded.OVERWRITE  scales of FP8 products, if there are any
 
-Names, fields and values are those of Praxis and Paxml (Google, 2022).
+Names, fields and values follow Praxis and Paxml (Google, 2022).
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ _EMA_NON_TRAINABLE = 'ema_non_trainable'
 _STEP = 'step'
 
 
-# Metrics, and which of them is the loss.
+# Metrics and the loss.
 
 
 def _metric(
@@ -61,10 +61,10 @@ def _metric(
 
 
 class MeanMetrics(Configurable):
-  """Weighted means of the model's metrics, which are reported.
+  """Reports weighted means of the model's metrics.
 
   Attributes:
-    metric_keys: names of those to report; empty for all.
+    metric_keys: Names of the metrics to report. If empty, all of them.
   """
 
   metric_keys: Sequence[str] = ()
@@ -72,7 +72,7 @@ class MeanMetrics(Configurable):
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> dict[str, metrics_lib.Mean]:
-    """Returns name -> what can be averaged over batches without a loss."""
+    """Returns name -> a mean that can be merged exactly over batches."""
     names = self.metric_keys or metrics
     return {
       name: metrics_lib.Mean.of(
@@ -83,10 +83,10 @@ class MeanMetrics(Configurable):
 
 
 class LossAggregator(Configurable):
-  """Minimises one of the model's metrics.
+  """Minimizes one of the model's metrics.
 
   Attributes:
-    loss_key: its name.
+    loss_key: Name of the metric.
   """
 
   loss_key: str = 'total_loss'
@@ -94,17 +94,17 @@ class LossAggregator(Configurable):
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss of a batch, and its weight; scalars."""
+    """Returns the loss of a batch and its weight, both scalars."""
     return _metric(metrics, self.loss_key, 'loss_aggregator.loss_key')
 
 
 class MultiLossAggregator(LossAggregator):
-  """Minimises a weighted sum of several metrics, which it reports as `loss`.
+  """Minimizes a weighted sum of several metrics, and reports it.
 
   Attributes:
-    loss_key: how the sum is called where it is reported.
-    loss_keys: names of the metrics.
-    loss_weights: the factor of each.
+    loss_key: Name of the sum among the reported metrics.
+    loss_keys: Names of the metrics.
+    loss_weights: Factor of each metric.
   """
 
   loss_key: str = 'loss'
@@ -120,9 +120,9 @@ class MultiLossAggregator(LossAggregator):
   def aggregate(
     self, metrics: models.WeightedScalars
   ) -> tuple[jax.Array, jax.Array]:
-    """Returns the loss of a batch, and its weight; scalars.
+    """Returns the loss of a batch and its weight, both scalars.
 
-    The weight is the first metric's, in a mean over batches.
+    In a mean over batches, the loss has the weight of the first metric.
     """
     parts = [
       _metric(metrics, key, 'An entry of loss_aggregator.loss_keys')
@@ -142,10 +142,10 @@ class VariationalNoise(BaseHParams):
   """Gaussian noise on the weights in training (Graves, 2011).
 
   Attributes:
-    vn_scale: its standard deviation; 0 is none.
-    vn_regex: regular expression that fits the start of the names of weights
-      that get it; '' for all.
-    vn_start_step: the first step with it.
+    vn_scale: Standard deviation of the noise. If 0, there is none.
+    vn_regex: Regular expression for the start of the names of the weights with
+      noise. '' selects all weights.
+    vn_start_step: First step with noise.
   """
 
   vn_scale: float = 0.0
@@ -154,23 +154,23 @@ class VariationalNoise(BaseHParams):
 
 
 class TrainHParams(BaseHParams):
-  """Hyperparameters of how a task is trained.
+  """Hyperparameters of a task's training.
 
   Attributes:
-    learner: that of all weights.
-    num_train_steps: steps of training.
-    save_interval_steps: from checkpoint to checkpoint.
-    save_max_to_keep: how many of the newest checkpoints are kept.
-    summary_interval_steps: from log line to log line.
-    eval_interval_steps: from evaluation to evaluation.
-    async_summary_writing: log on another thread.
-    variable_norm_summary: report each weight's norm.
-    random_seed: of the weights and of what else is random in training.
-    summary_verbosity: summaries of layers with a verbosity up to this are
-      reported.
-    init_from_checkpoint_rules: directory of a run ->
-      `loading.CheckpointLoadingRules`: which of its weights a new run begins
-      with. In a registered experiment, of whose config it becomes a part.
+    learner: Learner of the weights, or a list of learners.
+    num_train_steps: Number of training steps.
+    save_interval_steps: Steps between checkpoints.
+    save_max_to_keep: Number of newest checkpoints to keep.
+    summary_interval_steps: Steps between log lines.
+    eval_interval_steps: Steps between evaluations.
+    async_summary_writing: Whether to log on a separate thread.
+    variable_norm_summary: Whether to report the norm of each weight.
+    random_seed: Seed of the initial weights and of all randomness in training.
+    summary_verbosity: Highest verbosity of the layers' summaries to report.
+    init_from_checkpoint_rules: Directory of a run ->
+      `loading.CheckpointLoadingRules`, the weights that a new run takes from
+      it. Only for registered experiments, because the rules become part of the
+      run's config.
   """
 
   learner: Any = sub_config_field(learners.Learner.HParams)
@@ -189,19 +189,19 @@ class TrainHParams(BaseHParams):
 
 
 class SingleTask(Configurable):
-  """A task with one model and one learner.
+  """A task with one model.
 
   Attributes:
-    name: an identifier, by which messages name the task.
-    model: the model, with all its layers; of a task, unbound.
-    train: how it is trained.
-    metrics: which of the model's metrics are reported.
-    loss_aggregator: what of them is minimised; None is the learner's
-      `loss_name`, or else 'total_loss'.
-    vn: variational noise.
-    learner: its learner.
-    weights: name -> what the weight is.
-    uses_fp8: whether the model has products in FP8.
+    name: Name of the task, an identifier, for messages.
+    model: The model. In a task, a layer that is not bound to a run.
+    train: Hyperparameters of the training.
+    metrics: Selection of the model's metrics to report.
+    loss_aggregator: The loss, computed from the metrics. If None, the metric of
+      the learner's `loss_name`, or 'total_loss' if that is None too.
+    vn: Variational noise.
+    learner: The learner. Several learners are joined into one.
+    weights: Name -> declaration of each weight.
+    uses_fp8: Whether the model has FP8 products.
   """
 
   name: str = 'task'
@@ -214,7 +214,7 @@ class SingleTask(Configurable):
   _PARTS = {'model': models.BaseModel, 'metrics': MeanMetrics}
   _CHECKS = {'name': keys.text('a valid identifier', r'[^\W\d]\w*')}
 
-  # As Paxml names them.
+  # Paxml's names.
   Train = TrainHParams
   VariationalNoise = VariationalNoise
 
@@ -229,7 +229,7 @@ class SingleTask(Configurable):
     self.uses_fp8 = bool(scales)
     given = p.train.learner
     several = given if isinstance(given, list | tuple) else [given]
-    # A built one stands for its hyperparameters.
+    # A built learner is replaced by its hyperparameters.
     self.learner: learners.Learner = learners.joined(
       [getattr(x, 'hparams', x) for x in several]
     ).Instantiate()
@@ -246,20 +246,24 @@ class SingleTask(Configurable):
     )
     if name not in (None, found.hparams.loss_key):
       raise ValueError(
-        f'The task {p.name!r} has a learner with loss_name {name!r}, and a'
-        f' loss_aggregator of {found.hparams.loss_key!r}. Leave one of them'
-        ' None.'
+        f'The task {p.name!r} has a learner with loss_name {name!r}, but a'
+        f' loss_aggregator with loss_key {found.hparams.loss_key!r}. Set one of'
+        ' them to None.'
       )
     return found
 
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
-    """Returns initial weights and model state, each a `partitioning.Logical`.
+    """Returns the initial weights and model state, boxed.
 
     Args:
-      rng: a key.
+      rng: Random key.
+
+    Returns:
+      The weights and the model state. Each array of the model is in a
+      `partitioning.Logical`.
 
     Raises:
-      ValueError: there is to be noise, and `vn_regex` fits no weight.
+      ValueError: There is variational noise, and `vn_regex` matches no weight.
     """
     variables = self.model.boxed_init(rng)
     params, scales = fp8.split(variables[base_layer.PARAMS])
@@ -289,12 +293,12 @@ class SingleTask(Configurable):
     """Returns the loss, the metrics and the new model state of a batch.
 
     Args:
-      params: the weights.
-      model_state: as `boxed_init` returned it, without its boxes.
-      batch: what the model takes.
-      rng: this step's key.
-      is_training: whether for training or for evaluation, which is of the
-        moving average of the weights, where there is one.
+      params: The weights.
+      model_state: The model state, without the boxes of `boxed_init`.
+      batch: Input of the model.
+      rng: Random key of the step.
+      is_training: Whether this is training. Evaluation uses the moving average
+        of the weights if there is one.
     """
     if is_training:
       params = self._with_noise(params, model_state, rng)
@@ -335,7 +339,7 @@ class SingleTask(Configurable):
   def _with_noise(
     self, params: Any, model_state: Mapping[str, Any], rng: jax.Array
   ) -> Any:
-    """Returns the weights, with variational noise where it belongs."""
+    """Adds variational noise to the selected weights."""
     vn = self.hparams.vn
     if not vn.vn_scale:
       return params
@@ -354,15 +358,15 @@ class SingleTask(Configurable):
     return optimizers.map_with_names(noisy, params)
 
   def make_optimizer(self) -> optax.GradientTransformation:
-    """Returns what turns gradients into updates.
+    """Returns the transformation from gradients to updates.
 
-    The layers in a repeated layer's weight are tensors of their own, and what
-    is in the collection SKIP_LP_REGULARIZATION has neither L2 nor
+    Each layer in a repeated layer's weight is a separate tensor. Weights in the
+    collection SKIP_LP_REGULARIZATION have neither L2 nor
     `decoupled_weight_decay`.
     """
     skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
     return self.learner.make(
-      # A pipeline's weights have two axes of layers before their own.
+      # Nested loops of layers give a weight several leading axes.
       num_stacked=lambda name: len(self.weights[name].repeat_prefix),
       skips_lp=lambda name: skips in self.weights[name].collections,
     )
@@ -370,12 +374,12 @@ class SingleTask(Configurable):
   def step_scalars(
     self, state: sharded.TrainState, grads: Any, updates: Any
   ) -> dict[str, jax.Array]:
-    """Returns scalars to log: the learner's, and the norms of the weights.
+    """Returns the scalars of the learner and the norms of the weights.
 
     Args:
-      state: before the step.
-      grads: the gradients.
-      updates: what is added to the weights.
+      state: State before the step.
+      grads: Gradients of the step.
+      updates: Updates, which are added to the weights.
     """
     scalars = self.learner.scalars(
       grads, updates, learners.num_updates(state.opt_state)
@@ -390,15 +394,18 @@ class SingleTask(Configurable):
   def after_update(
     self, before: sharded.TrainState, after: sharded.TrainState
   ) -> dict[str, Any]:
-    """Returns the model state after an update: averages, and count of steps.
+    """Updates the moving averages and the count of steps in the model state.
 
-    As in Praxis, the averages take in the weights from before the step and the
-    statistics from after it, and stay as they are in a step that the learner
-    skips.
+    As in Praxis, the averages include the weights from before the step and the
+    non-trainable variables from after it. They do not change in a step that the
+    learner skips.
 
     Args:
-      before: the state before the step.
-      after: the state after it, with the model state of `loss_fn`.
+      before: State before the step.
+      after: State after the step, with the model state of `loss_fn`.
+
+    Returns:
+      The new model state.
     """
     new = dict(after.model_state)
     if EMA in new:
@@ -426,20 +433,20 @@ class SingleTask(Configurable):
     rng: jax.Array | None = None,
     options: models.DecoderHParams | decoding.Options | None = None,
   ) -> decoding.Decoded:
-    """Continues the prompts of a batch; pure.
+    """Continues the prompts of a batch; a pure function.
 
     Args:
-      params: the weights.
-      model_state: as after `boxed_init`; of a moving average it is that which
-        decodes.
-      batch: see the model's `start_decoding`.
-      rng: a key, where tokens are drawn.
-      options: how; None is the model's own.
+      params: The weights.
+      model_state: The model state, without boxes. If it has a moving average of
+        the weights, decoding uses it.
+      batch: Prompts; see the model's `start_decoding`.
+      rng: Random key. Required if tokens are drawn.
+      options: Decoder. If None, the model's `decoder_tpl`.
     """
     variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)
 
 
-# Pax's names of the base classes.
+# Pax's names for the base classes.
 BaseMetrics = MeanMetrics
 BaseTask = SingleTask

@@ -63,7 +63,7 @@ class Line(models.BaseModel):
 
 
 class Slope(models.BaseModel):
-  """A gradient of 0, and metrics of its weights: what noise does to them."""
+  """Has a gradient of 0, and metrics that show the noise on its weights."""
 
   def setup(self):
     weight = WeightHParams((200, 100), init=WeightInit.Constant(1.0))
@@ -116,7 +116,7 @@ def mse(w, b, batch):
 
 
 class Run(experiment.TaskExperiment):
-  """A task in the library's loop."""
+  """Runs a task in the library's loop."""
 
   def __init__(self, mode, init_rng, task, *, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config)
@@ -148,7 +148,7 @@ def test_loss_metrics_and_state():
     {
       'total_loss': mse(w, b, batch),
       'size': FEATURES,
-      # Up to train.summary_verbosity, which is 3.
+      # The verbosity is at most train.summary_verbosity, which is 3.
       'line/largest': np.abs(error_of(w, b, batch)).max(),
     },
     rel=1e-5,
@@ -162,7 +162,8 @@ def test_loss_metrics_and_state():
 
 def test_accumulated_steps_are_exact():
   config = base_config.get_base_config()
-  config.gradient_accumulation_steps = 4  # Of two rows each, of other weights.
+  # Each part has two rows, whose weights differ.
+  config.gradient_accumulation_steps = 4
   run = Run('train', KEY, make_task(), run_config=config)
   scalars = run.step(global_step=0, rng=KEY, writer=None)
   run.train_feed.close()
@@ -229,7 +230,7 @@ def test_the_learner_may_name_the_loss():
     ),
     (
       {'learner': [learners.Learner.HParams()] * 2},
-      'learners beside the first, a name, an optimizer and bprop_variable_incl',
+      'must set a name, an optimizer and bprop_variable_inclusion',
     ),
     (
       {'metrics': tasks.LossAggregator.HParams()},
@@ -282,7 +283,7 @@ def test_variational_noise():
   assert noisy['b_variance'] == 0
   assert noisy['also_variance'] == pytest.approx(0.09, rel=0.1)
   assert noisy['also_mean'] != noisy['a_mean']
-  # Of 20,000 numbers: three standard errors.
+  # The tolerance is three standard errors of 20,000 numbers.
   assert noisy['a_mean'] == pytest.approx(1, abs=3 * 0.3 / math.sqrt(20_000))
   assert noisy['a_variance'] == pytest.approx(0.09, rel=3 * math.sqrt(2 / 2e4))
   assert measure(state, KEY, True) == noisy
@@ -303,7 +304,7 @@ def test_moving_average_in_a_run():
     before = w
     w, b = w - 0.1 * error @ batch['x'], b - 0.1 * error.sum()
     # At first the average forgets faster: (1 + step) / (10 + step).
-    # It takes in the weights of before the step.
+    # It includes the weights from before the step.
     decay = (0.1, 0.15, 0.15)[step]
     ema = decay * ema + (1 - decay) * before
   run.train_feed.close()
@@ -311,7 +312,7 @@ def test_moving_average_in_a_run():
   np.testing.assert_allclose(state.params['line']['w'], w, rtol=1e-4)
   np.testing.assert_allclose(state.model_state['ema']['line']['w'], ema, 1e-4)
   assert state.model_state['non_trainable']['line']['seen'] == 24
-  # It is what is evaluated, and what decodes.
+  # Evaluation and decoding use the average.
   only = {'line': {'w': ema, 'b': state.model_state['ema']['line']['b']}}
   loss, _, _ = run.task.loss_fn(
     state.params, state.model_state, examples(100), KEY, False
@@ -325,7 +326,7 @@ def test_moving_average_in_a_run():
   assert variables['params'] is state.model_state['ema']
   averages = state.model_state['ema_non_trainable']
   assert variables['non_trainable'] is averages
-  # Of 8, 16 and 24 rows seen after each step.
+  # The steps have seen 8, 16 and 24 rows.
   seen = 0.85 * 24 + 0.15 * (0.85 * 16 + 0.15 * (0.9 * 8))
   assert averages['line']['seen'] == pytest.approx(seen, rel=1e-6)
 
@@ -376,7 +377,7 @@ def averaging_task(**fields):
 
 
 class Falling(schedules.BaseSchedule):
-  """From 1 at step 0 to 0.5 at step 10."""
+  """Falls from 1 at step 0 to 0.5 at step 10."""
 
   def value_at(self, step):
     return 1.0 - 0.05 * step
@@ -391,7 +392,7 @@ def test_averages_and_skipped_steps_are_praxis():
   task = averaging_task(lr_schedule=Falling.HParams())
   rows = (
     ([1, 1], [0.9, -2.1], [1.0, -2.0]),
-    # A norm of 5: the limit itself is too large.
+    # The norm is 5, which is the limit and already too large.
     ([3, 4], [0.9, -2.1], [1.0, -2.0]),
     ([3, 3.9], [0.615, -2.4705], [0.915, -2.085]),
     ([np.nan, 0], [0.615, -2.4705], [0.915, -2.085]),
@@ -417,7 +418,7 @@ def test_averages_of_statistics_are_praxis():
   rows = (
     (1, 1, 1.0, 0.9),
     (2, 3, 0.915, 2.685),
-    (7, 10, 0.915, 2.685),  # Skipped: the statistics change all the same.
+    (7, 10, 0.915, 2.685),  # Skipped, but the statistics change.
     (3, 13, 0.7322500, 11.4527502),
     (1, 14, 0.4498375, 13.6179123),
   )
@@ -433,7 +434,7 @@ def test_averages_of_statistics_are_praxis():
 
 
 class Normalized(Line):
-  """Has a layer of each kind that decay concerns."""
+  """Has a layer of each kind that matters for weight decay."""
 
   def setup(self):
     super().setup()

@@ -1,11 +1,11 @@
-"""From a registered experiment to the config of a run, and back.
+"""Converts a registered experiment to the config of a run, and back.
 
     python experiment.py --config=examples/pax/config.py:C4Spmd1BAdam4Replicas
 
-The experiment's class defines the numbers. `get_config` copies them to
-`experiment_kwargs.config.constants`, where they can be overridden by name.
-Those that this library has a key for are under that key only
-(`config.training_steps`). `Config.experiment` makes a class of them again.
+The experiment's class defines the constants. `get_config` copies them to
+`experiment_kwargs.config.constants`, where you can override them by name. A
+constant that this library has a key for is under that key only, such as
+`config.training_steps`. `Config.experiment` converts them back to a class.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from jaxline import errors
 _CONSTANTS = 'experiment_kwargs.config.constants'
 _CLASS = 'examples.pax.experiment:Experiment'
 _KEYS = {name: key for name, (key, _) in base_experiment.KEYS.items()}
-# They are `config.mesh`, and only there.
+# These constants are part of `config.mesh` only.
 _MESH = {'ICI_MESH_SHAPE': 'mesh.ici', 'DCN_MESH_SHAPE': 'mesh.dcn'}
 
 _DECODE_STEPS = 64
@@ -33,14 +33,14 @@ _DECODE_STEPS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """Which experiment: `experiment_kwargs.config`.
+  """The choice of an experiment: `experiment_kwargs.config`.
 
   Attributes:
-    exp: its name, or a suffix of it: see `experiment_registry.get`.
-    reduced: whether to use its small version.
-    constants: its constants, except those that are keys of the run's config.
-      Missing ones have the values of the class.
-    decode: how `--mode=decode` continues prompts; None if it has no text.
+    exp: Name of the experiment, or a suffix: see `experiment_registry.get`.
+    reduced: Whether to use the small version of the experiment.
+    constants: Constants of the experiment, except those that are keys of the
+      run's config. The class defines missing ones.
+    decode: Options of `--mode=decode`, or None for an experiment without text.
   """
 
   exp: str
@@ -50,7 +50,7 @@ class Config:
 
   def __post_init__(self) -> None:
     for name, value in self.constants.items():
-      # A size of 0 is no model; other numbers of 0 switch something off.
+      # Sizes must be positive. Other constants may be 0 to disable a feature.
       is_size = name.startswith('NUM_') or name.endswith(('_DIMS', '_SIZE'))
       is_size |= name in ('DIMS_PER_HEAD', 'MAX_LENGTH', 'MAX_SEQ_LEN')
       is_number = isinstance(value, int | float)
@@ -66,21 +66,21 @@ class Config:
     """Returns the class of the experiment with the constants of a run.
 
     Args:
-      run: its config; None leaves the constants that are keys of it as they are
-        in the class.
+      run: Config of the run. If None, the constants that are keys of it have
+        the values of the class.
     """
     found = _find(self.exp, self.reduced)
     keys = {} if run is None else constants_of(run)
-    # A key of the library is in every config.
+    # Every config has the library's keys, but not every class the constants.
     own = {n: x for n, x in keys.items() if hasattr(found, n)}
     return found.with_constants({**self.constants, **own})
 
   @staticmethod
   def with_defaults(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what of a record makes the run, under one name for each value.
+    """Returns the part of a recorded config that determines the training.
 
-    Constants that it lacks because they are newer have the values of the class.
-    Constants that change no step are left out.
+    Each value has one canonical name. Constants that are newer than the record
+    have the values of the class. Constants that change no step are left out.
     """
     try:
       registered = experiment_registry.get(str(record.get('exp')))
@@ -88,7 +88,7 @@ class Config:
     except experiment_registry.UnknownError:
       return record
     constants = {**own_constants(experiment), **record.get('constants', {})}
-    # Some older records have constants that are keys of the config now.
+    # Older records have constants that have since become keys of the config.
     for name in (*experiment.changeable_constants, *_KEYS):
       constants.pop(name, None)
     exp = experiment_registry.full_name(registered)
@@ -96,14 +96,14 @@ class Config:
 
 
 def get_config(name: str) -> config_dict.ConfigDict:
-  """Returns the config of an experiment's run.
+  """Returns the config to run an experiment.
 
   Args:
-    name: of the experiment, or 'NAME:reduced' for its small version.
+    name: Name of the experiment, or 'NAME:reduced' for its small version.
 
   Raises:
-    experiment_registry.UnknownError: there is no such experiment.
-    ValueError: behind the name is something else.
+    experiment_registry.UnknownError: There is no such experiment.
+    ValueError: The option after the name is not 'reduced'.
   """
   name, _, option = name.partition(':')
   if option not in ('', 'reduced'):
@@ -114,7 +114,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
   config = base_config.get_base_config()
   config.experiment_class = _CLASS
   config.interval_type = 'steps'
-  config.on_nonfinite = 'skip'  # As Pax does; the learner has the threshold.
+  config.on_nonfinite = 'skip'  # Pax skips, too. The learner sets the limit.
   _set_mesh(config, experiment)
 
   constants = config_dict.ConfigDict()
@@ -133,7 +133,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
   with config.ignore_type():
     config.log_train_data_interval = config.get_ref('log_tensors_interval')
 
-  # A task does not depend on how many devices there are.
+  # The task does not depend on the number of devices.
   train = experiment(num_devices=1).filled_task().train
   config.log_async = train.async_summary_writing
   if train.init_from_checkpoint_rules:
@@ -157,14 +157,14 @@ def key_of(experiment: experiment_registry.Experiment, constant: str) -> str:
   """Returns the key of a run's config that holds a constant.
 
   Raises:
-    UsageError: there is no such constant, or it is several keys.
+    UsageError: There is no such constant, or several keys hold it.
   """
   experiment.check_constants([constant])
   if constant in _MESH:
     key = _MESH[constant]
     raise errors.UsageError(
-      f'{constant} is several keys; give those to change, such as'
-      f' --config.{key}.data=4.'
+      f'Several keys hold {constant}. Set those that you want to change, such'
+      f' as --config.{key}.data=4.'
     )
   return _KEYS.get(constant, f'{_CONSTANTS}.{constant}')
 
@@ -178,7 +178,7 @@ def _find(name: str, reduced: Any) -> experiment_registry.Experiment:
 def own_constants(
   experiment: experiment_registry.Experiment,
 ) -> dict[str, Any]:
-  """Returns the constants that no key of a run's config stands for."""
+  """Returns the constants that are not keys of a run's config."""
   constants = experiment.constants()
   return {n: constants[n] for n in constants if n not in {*_KEYS, *_MESH}}
 
@@ -187,7 +187,7 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns the constants that are keys of a run's config.
 
   Args:
-    run: its config. One that is not of `get_config` says nothing of them.
+    run: Config of the run. One that is not from `get_config` has none.
   """
   if run.experiment_class != _CLASS:
     return {}
@@ -200,26 +200,26 @@ def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
 
 
 def _place(config: Any, key: str) -> tuple[Any, str]:
-  """Returns the part of a config that has a key, and the key's name in it."""
+  """Returns the section of a config for a key, and the key's name within it."""
   section, _, name = key.rpartition('.')
   return (config[section] if section else config), name
 
 
-# Pax's shapes have these axes; the first may be left out.
+# Axes of Pax's mesh shapes. The first may be left out.
 _MESH_AXES = ('stage', 'replica', 'data', 'mdl')
 
 
 def _set_mesh(
   config: config_dict.ConfigDict, experiment: experiment_registry.Experiment
 ) -> None:
-  """Sets the sizes of the mesh, and the slices that they are for."""
+  """Sets the sizes of the mesh and the number of slices."""
   for network, name in (('ici', 'ICI_MESH_SHAPE'), ('dcn', 'DCN_MESH_SHAPE')):
     sizes = tuple(getattr(experiment, name))
     axes = _MESH_AXES
     if len(sizes) not in (len(axes), len(axes) - 1):
       raise errors.UsageError(
-        f'{experiment.__name__}.{name} is {sizes}; expected sizes of'
-        f' {axes[1:]}, or of {axes}.'
+        f'{experiment.__name__}.{name} is {sizes}; expected sizes for the axes'
+        f' {axes[1:]} or {axes}.'
       )
     config.mesh[network].update(
       dict(zip(axes, (1,) * (len(axes) - len(sizes)) + sizes, strict=True))
@@ -231,7 +231,7 @@ def _set_mesh(
 def _field(
   experiment: experiment_registry.Experiment, name: str, value: Any
 ) -> Any:
-  """Returns a value as a config holds it: None with the type it stands for."""
+  """Returns a value for a config. None becomes a placeholder with a type."""
   if value is not None:
     return value
   kinds = [
@@ -240,5 +240,5 @@ def _field(
     for kind in get_args(outer)
     if kind is not type(None)
   ]
-  # Without an annotation, it may become anything.
+  # If there is no annotation, the config accepts any type.
   return config_dict.placeholder(kinds[0] if kinds else object)

@@ -1,6 +1,6 @@
-"""Against others: a run against another program, first weights against Praxis.
+"""Compares a run with a separate program, and initial weights with Praxis.
 
-The other program is plain JAX, written from the papers' formulas. It shares
+The program is plain JAX, written from the papers' formulas. It shares
 with the run its initial weights and its batches, and no line of code.
 """
 
@@ -28,7 +28,7 @@ WARMUP, DECAY_START, DECAY_END = 60, 80, 180
 PEAK, FLOOR = 4e-3, 0.1
 CLIP = 1.2
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.99, 1e-6, 1e-3
-# So low that they are felt.
+# These limits are low enough to have an effect.
 MAX_RMS, ATTENTION_CAP, LOGIT_CAP = 0.5, 1.5, 6.0
 L, D, H, K, F = 32, 32, 2, 16, 64
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def config(folder):
-  """The run's: of a registered experiment, as the command line makes it."""
+  """The config of a registered experiment, as the command line makes it."""
   found = config_lib.get_config('C4Spmd1BAdam4Replicas:reduced')
   found.update(
     {
@@ -94,14 +94,14 @@ class Recorder:
 
 
 def _run(config):
-  """Returns the first and the last weights, what was logged, and batches."""
+  """Returns the first and last weights, the log, and the batches."""
   first, made = {}, []
 
   class Watched(experiment.Experiment):
     def step(self, *, global_step, rng, writer):
       if not made:
         made.append(self)
-        # Copied: the step is given their memory.
+        # Copy the weights, because the step takes their memory.
         first.update(jax.tree.map(np.array, self.state.params))
       return super().step(global_step=global_step, rng=rng, writer=writer)
 
@@ -115,7 +115,7 @@ def _run(config):
 
 
 def _as_layers(params):
-  """Returns weights by short names; of the stack, those of each layer."""
+  """Returns weights by short names, with the stack split into layers."""
   layers, top = ({}, {}), {}
   for path, weights in params.items():
     path = path.removeprefix('language_model/lm/')
@@ -138,12 +138,12 @@ def _norm(x, w, name):
 
 
 def _gelu(x):
-  # The approximation of Hendrycks and Gimpel (2016).
+  # This is the approximation of Hendrycks and Gimpel (2016).
   return 0.5 * x * (1 + jnp.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def _attention(x, w, mask):
-  """Attention of Vaswani et al. (2017), with a scale of each dimension."""
+  """Attention of Vaswani et al. (2017), with a scale for each dimension."""
   q, k, v = jnp.einsum('bld,dshk->sbhlk', x, w['self_attention/combined_qkv/w'])
   scale = w['self_attention/per_dim_scale/per_dim_scale']
   q = q * jnp.log(1 + jnp.exp(scale)) / (np.log(2) * np.sqrt(K))
@@ -158,7 +158,7 @@ def _attention(x, w, mask):
 def _loss(weights, batch):
   top = weights['top']
   table = top['softmax/emb_var']
-  # Tensor2tensor's sinusoids: from a period of 2 pi to one of 10^4 times it.
+  # Tensor2tensor's sinusoids have periods from 2 pi to 10^4 times 2 pi.
   angles = batch['segment_pos'][..., None] / np.geomspace(1, 1e4, D // 2)
   x = table[batch['ids']] * np.sqrt(D)
   x = x + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -213,7 +213,7 @@ def _step(carry, batch):
 
 
 def _run_otherwise(first, batches):
-  """Returns the last weights, and what each step has to say."""
+  """Returns the last weights and the scalars of each step."""
   batches = jax.tree.map(lambda *xs: np.stack(xs), *batches)
   weights = _as_layers(first)
   zeros = jax.tree.map(np.zeros_like, weights)
@@ -245,16 +245,16 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
     _as_layers(last),
     weights,
   )
-  # It was a run in which all of it counted.
+  # The run made use of all of these features.
   assert said['loss'][0] > 5 > 1.5 > said['loss'][-20:].mean()
   assert 0.05 < (said['norm'] > CLIP).mean() < 0.95
   assert 0.05 < said['capped'].mean() < 0.95
   assert np.mean([batch['segment_ids'].max() > 1 for batch in batches]) > 0.9
-  # Some of what is read is not to be predicted.
+  # Some tokens have no prediction.
   assert 0.8 < np.mean([batch['weights'].mean() for batch in batches]) < 1
 
 
-# Those of attention are in layers/attentions_test.py.
+# layers/attentions_test.py has the tests of attention.
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
       transformers.TransformerFeedForward.HParams(
         input_dims=32, hidden_dims=96, use_gated_activation=True
       ),
-      # In Praxis `ffn_layer1` and `ffn_layer1_gate` are two variables.
+      # Praxis has two variables, `ffn_layer1` and `ffn_layer1_gate`.
       {'ffn_layer1': 0.2165066, 'ffn_layer2': 0.2165066},
     ),
     (

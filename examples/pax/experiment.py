@@ -1,7 +1,7 @@
 """Adapts a registered experiment to `ShardedExperiment`.
 
-So it has all features of a `ShardedExperiment`: checkpoints, several hosts,
-compilation ahead of time. The task defines the model and its training.
+The adapter provides checkpoints, multi-host runs and ahead-of-time compilation.
+The task defines the model and its training.
 
 Shapes: B prompts, T prompt length.
 """
@@ -35,10 +35,10 @@ Config = config_lib.Config
 
 
 class TaskExperiment(sharded.ShardedExperiment):
-  """Runs a task.
+  """The base of experiments that train a task.
 
   Attributes:
-    task: to be set by the constructor.
+    task: The task. A subclass sets it in its constructor.
   """
 
   task: base_task.SingleTask
@@ -56,7 +56,7 @@ class TaskExperiment(sharded.ShardedExperiment):
     is_training: bool,
   ) -> sharded.LossOutput:
     """Returns the task's loss and metrics."""
-    # The tasks read `batch.ids`, as Pax's do.
+    # Tasks may read `batch.ids`, as in Pax.
     return self.task.loss_fn(
       params, model_state, inputs.Batch(batch), rng, is_training
     )
@@ -68,7 +68,7 @@ class TaskExperiment(sharded.ShardedExperiment):
   def step_scalars(
     self, state: sharded.TrainState, grads: Any, updates: Any
   ) -> Mapping[str, jax.Array]:
-    """Returns norms, learning rate, and what else the task reports."""
+    """Returns the task's scalars, such as norms and the learning rate."""
     return self.task.step_scalars(state, grads, updates)
 
   def after_update(
@@ -82,40 +82,41 @@ class Experiment(TaskExperiment):
   """Runs a registered experiment.
 
   Attributes:
-    config: which one.
-    experiment: it.
-    task: its task.
+    config: Choice of the experiment.
+    experiment: The experiment.
+    task: The experiment's task.
   """
 
   CONFIG_CLASS = Config
-  # And the constants that an experiment names in `changeable_constants`.
+  # The `changeable_constants` of an experiment may change too.
   CHANGEABLE_ON_RESUME: tuple[str, ...] = ('experiment_kwargs.config.decode',)
 
   def __init__(
     self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
   ):
-    """Makes the task.
+    """Makes the experiment and its task.
 
     Args:
-      mode: 'train', 'decode', or what evaluation was started as.
-      init_rng: the key of the initial weights.
-      config: the values of a `Config`.
-      run_config: the config of the run: see `sharded.ShardedExperiment`. Some
-        of its keys are constants of the experiment; None leaves these as they
-        are in the class.
+      mode: Mode of the run, such as 'train' or 'decode'.
+      init_rng: Random key of the initial weights.
+      config: Values of a `Config`.
+      run_config: Config of the run: see `sharded.ShardedExperiment`. Some of
+        its keys are constants of the experiment. If None, these have the values
+        of the class.
     """
     self.config = base_config.read(Config, config)
     # Whether inputs are opened only for the shapes of their batches.
     self._wants_shapes = False
-    # The scalars of a step that give its rows and tokens.
+    # Scalars with the numbers of rows and tokens of a step.
     self._counts: dict[str, int] = {}
     try:
       super().__init__(mode, init_rng, run_config=run_config)
     except mesh_lib.MeshError as e:
       if not self.config.reduced:
         e.add_note(
-          f'{self.config.exp} is made for its own chips. Its small version runs'
-          ' on one device: --reduced, or NAME:reduced behind --config.'
+          f'{self.config.exp} is made for specific chips. To run its small'
+          ' version on one device, add --reduced, or ":reduced" to the name in'
+          ' --config.'
         )
       raise
     experiment = self.config.experiment(run_config)
@@ -124,7 +125,8 @@ class Experiment(TaskExperiment):
     )
     self.task = self.experiment.filled_task().Instantiate()
     if self.config.decode is None:
-      # There is no text, and no message proposes to continue one.
+      # An experiment that has no text must look as if it had no `decode`, so
+      # that no message proposes to continue prompts.
       self.decode = super().decode  # type: ignore[method-assign]
     if self.task.uses_fp8 and self.partitioner.is_here:
       fp8.check_devices(jax.local_devices())
@@ -132,7 +134,7 @@ class Experiment(TaskExperiment):
   def step(
     self, *, global_step: Any, rng: Any, writer: writers.MetricWriter | None
   ) -> dict[str, Any]:
-    """Trains on the next batch; adds the numbers of its rows and tokens."""
+    """Trains on the next batch, and counts its rows and tokens."""
     if int(global_step) == 0 and writer is not None:
       writer.write_texts(0, {'task': self.task.hparams.to_text()})
     scalars = super().step(global_step=global_step, rng=rng, writer=writer)
@@ -144,13 +146,13 @@ class Experiment(TaskExperiment):
     """Returns the input for training.
 
     Raises:
-      UsageError: there are several.
+      UsageError: There are several.
     """
     dataset, *others = self._datasets(shard, is_training=True)
     if others:
       raise errors.UsageError(
         f'{type(self.experiment).__name__} has {1 + len(others)} inputs for'
-        ' training; expected one, such as a MixtureInput of several.'
+        ' training; expected one. Combine them in a MixtureInput.'
       )
     rows = dataset.batch_size * self.partitioner.host[1]
     self._counts = {'examples_per_step': rows}
@@ -160,10 +162,10 @@ class Experiment(TaskExperiment):
     return self._build(dataset)
 
   def eval_input(self, shard: inputs.Shard | None = None) -> Any:
-    """Returns the input for evaluation, or name -> input if it has several.
+    """Returns the input for evaluation, or name -> input if there are several.
 
     Raises:
-      UsageError: several inputs have the same name, or none.
+      UsageError: Of several inputs, two have the same name, or one has none.
     """
     found = self._datasets(shard, is_training=False)
     if len(found) == 1:
@@ -172,7 +174,7 @@ class Experiment(TaskExperiment):
     if '' in names or len(set(names)) < len(names):
       raise errors.UsageError(
         f'{type(self.experiment).__name__} has {len(names)} inputs for'
-        f' evaluation, with the names {names}; expected another name for each.'
+        f' evaluation, with the names {names}. Give each a different name.'
       )
     return {d.name: self._build(d) for d in found}
 
@@ -195,7 +197,7 @@ class Experiment(TaskExperiment):
       try:
         return fdl.build(dataset)
       except errors.UsageError as e:
-        # Fiddle adds lines to it, and has the error itself in this attribute.
+        # Fiddle adds lines to the error. This attribute holds the original.
         raise getattr(e, 'proxy_base_exception', e) from None
     return synthetic.SyntheticInput(
       spec=specs,
@@ -205,7 +207,7 @@ class Experiment(TaskExperiment):
     )
 
   def abstract_batch(self, is_training: bool) -> sharded.BatchDict:
-    """Returns the shapes of a global batch, if possible without data."""
+    """Returns the shapes of a global batch, without data if possible."""
     self._wants_shapes = True
     try:
       return super().abstract_batch(is_training)
@@ -215,7 +217,7 @@ class Experiment(TaskExperiment):
   # Decoding.
 
   def check_prompt(self, prompt: Any) -> None:
-    """Refuses a prompt that `decode` does not take."""
+    """Raises an error for a prompt that `decode` does not accept."""
     super().check_prompt(prompt)
     text, options = self.experiment.prompting(), self.config.decode
     assert options is not None
@@ -228,15 +230,16 @@ class Experiment(TaskExperiment):
   def decode(
     self, prompts: Sequence[str], rng: jax.Array
   ) -> list[list[dict[str, Any]]]:
-    """Continues prompts as `config.decode` says.
+    """Continues prompts with the options of `config.decode`.
 
     Args:
-      prompts: texts.
-      rng: a key.
+      prompts: Texts.
+      rng: Random key.
 
     Returns:
-      For each its continuations, of a beam the best first: 'text', 'score' (see
-      `decoding.Decoded`) and 'tokens', their number.
+      The continuations of each prompt. Beam search returns the best first. A
+      continuation has 'text', 'score' (see `decoding.Decoded`) and 'tokens',
+      the number of its tokens.
     """
     text, options = self.experiment.prompting(), self.config.decode
     assert options is not None
@@ -246,7 +249,7 @@ class Experiment(TaskExperiment):
     rng = placement.put(rng, self.partitioner.replicated)
 
     def run(prompts_BT: np.ndarray, lengths_B: np.ndarray) -> decoding.Decoded:
-      # All processes have all rows, and get all results.
+      # Every process passes all rows and gets all results.
       batch = placement.put(
         {'ids': prompts_BT, 'lengths': lengths_B},
         self.partitioner.batch_sharding,
@@ -266,7 +269,7 @@ class Experiment(TaskExperiment):
 
   @functools.cached_property
   def _decode(self) -> Any:
-    """The task's `decode`, compiled for each shape and options."""
+    """The task's `decode`, compiled for each shape and set of options."""
     return jax.jit(
       self.in_mesh(self.task.decode),
       static_argnums=4,

@@ -1,13 +1,13 @@
-"""Experiments by name.
+"""The registry of experiments, which finds a class by its name.
 
     @experiment_registry.register
     class Mine(base_experiment.BaseExperiment):
       ...
 
-in examples/pax/tasks/lm/params/my.py is `Mine`, `my.Mine`, `params.my.Mine` and
-so on: every suffix of its full name that no other experiment has. One of
-another package is named by its module, which is then imported. `Old = Mine` in
-a module that registers experiments gives it a second name.
+If this class is in examples/pax/tasks/lm/params/my.py, its names are `Mine`,
+`my.Mine`, `params.my.Mine` and so on: every suffix of its full name that is
+unique. An experiment in a different package is named by its module, which `get`
+imports. `Old = Mine` in a module that registers experiments adds a second name.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _registered: dict[str, Experiment] = {}
 
 
 class UnknownError(errors.UsageError):
-  """No experiment has this name, or several have."""
+  """No experiment has this name, or several experiments do."""
 
 
 def register(
@@ -37,18 +37,18 @@ def register(
   allow_overwrite: bool = False,
   tags: Sequence[str] = (),
 ) -> Any:
-  """Makes a class known by its name; a decorator, with arguments or without.
+  """Registers an experiment; a decorator with or without arguments.
 
-  A notebook cell that is run again, or a module that is reloaded, replaces the
-  class that it registered before.
+  If you rerun a notebook cell or reload a module, the new class replaces the
+  one that it registered before.
 
   Args:
-    experiment: the class.
-    allow_overwrite: whether it replaces another of its name in any case.
-    tags: as Pax has them, for tests of its own; without effect.
+    experiment: The class.
+    allow_overwrite: Whether to replace a class with the same name in any case.
+    tags: Ignored. Pax uses them in its tests.
 
   Raises:
-    ValueError: a module that is imported has two classes of this name.
+    ValueError: A module defines two classes with this name.
   """
   if experiment is None:
     return functools.partial(register, allow_overwrite=allow_overwrite)
@@ -56,26 +56,26 @@ def register(
   may_replace = allow_overwrite or _is_run_again(experiment.__module__)
   if name in _registered and not may_replace:
     raise ValueError(
-      f'There is an experiment {name!r} already, {_registered[name]!r}. Choose'
-      ' another name.'
+      f'There is already an experiment {name!r}, {_registered[name]!r}. Choose'
+      ' a different name.'
     )
   _registered[name] = experiment
   return experiment
 
 
 def _is_run_again(module: str) -> bool:
-  """Whether a module has been imported before, or is no file, as a notebook."""
+  """Whether a module was imported before, or is not a file but a notebook."""
   if module not in sys.modules:
     return False
   spec = getattr(sys.modules[module], '__spec__', None)
-  # Python sets it while it imports a module, but not while it reloads one.
+  # Python sets this while it imports a module, but not while it reloads one.
   return not getattr(spec, '_initializing', False)
 
 
 def get_all() -> dict[str, Experiment]:
-  """Returns full name -> class of all below `examples.pax.tasks`.
+  """Imports all of `examples.pax.tasks`, and returns full name -> class.
 
-  Whatever else has been registered is there too.
+  The result includes experiments of other packages registered so far.
   """
   for module in pkgutil.walk_packages(tasks.__path__, f'{tasks.__name__}.'):
     if '.params.' in module.name and not module.name.endswith('_test'):
@@ -84,15 +84,16 @@ def get_all() -> dict[str, Experiment]:
 
 
 def get(name: str) -> Experiment:
-  """Returns the class that has a name, or that alone has it as a suffix.
+  """Returns the experiment with a name or with a unique suffix.
 
   Args:
-    name: such as `tasks.lm.params.c4.C4Spmd1BAdam4Replicas`, or
-      `C4Spmd1BAdam4Replicas`, or `my_package.my_module.MyExperiment`. With
-      `paxml.` in front it means the same.
+    name: A full name or a suffix, such as `C4Spmd1BAdam4Replicas`,
+      `tasks.lm.params.c4.C4Spmd1BAdam4Replicas`, or
+      `my_package.my_module.MyExperiment`. A prefix `paxml.` is ignored.
 
   Raises:
-    UnknownError: there is none, or there are several; it names them.
+    UnknownError: No experiment or several experiments match. The message lists
+      the candidates.
   """
   name = name.removeprefix('paxml.')
   known = get_all()
@@ -101,14 +102,14 @@ def get(name: str) -> Experiment:
     try:
       importlib.import_module(module)
     except ModuleNotFoundError as e:
-      # It is the module, or a package above it, that does not exist.
+      # Only ignore the error if the module or a package above it is missing.
       if not f'{module}.'.startswith(f'{e.name}.'):
         raise
     known = get_all()
     found = _matches(name, known)
   if len(found) > 1:
     raise UnknownError(
-      f'The experiment {name!r} may be any of {found}; give more of the name.'
+      f'The experiment {name!r} is ambiguous: {found}. Give a longer name.'
     )
   if found:
     return known[found[0]]
@@ -122,22 +123,22 @@ def get(name: str) -> Experiment:
 
 
 def full_name(experiment: Experiment) -> str:
-  """Returns the name under which `register` has a class."""
+  """Returns the name under which `register` stores a class."""
   return f'{experiment.__module__}.{experiment.__qualname__}'
 
 
 def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
-  """Returns the full names of the experiments that a name may mean."""
+  """Returns the full names of all experiments that match a name."""
   if name in known:
     return [name]
-  # Pax also leaves out `params`.
+  # Pax allows a name without `params`.
   paths = {
     path: full
     for full in known
     for path in (full, full.replace('.params.', '.'))
   }
   full_names = {experiment: full for full, experiment in known.items()}
-  # Second names: other attributes of the modules.
+  # Second names are other attributes of the modules.
   modules = {experiment.__module__ for experiment in full_names}
   for module in modules & sys.modules.keys():
     for attribute, value in vars(sys.modules[module]).items():
@@ -149,5 +150,5 @@ def _matches(name: str, known: dict[str, Experiment]) -> list[str]:
 
 
 def short_name(full: str) -> str:
-  """Returns a full name as Pax's documents write it: `tasks.lm.params...`."""
+  """Shortens a full name to `tasks.lm.params...`, as in Pax's documents."""
   return full.removeprefix('examples.pax.')

@@ -1,4 +1,4 @@
-"""Names of experiments: every unique suffix; errors that list the others."""
+"""Tests of the names of experiments, and of errors that suggest others."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ FULL = 'examples.pax.tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
 
 @pytest.fixture(autouse=True)
 def _as_before():
-  experiment_registry.get_all()  # Imports what registers experiments.
+  experiment_registry.get_all()  # Imports the registering modules.
   before = dict(experiment_registry._registered)
   yield
   experiment_registry._registered.clear()
@@ -78,7 +78,7 @@ def test_a_module_that_is_reloaded_replaces_its_experiments(
   old = experiment_registry.get('my_reloaded.Own')
   module = importlib.reload(sys.modules['my_reloaded'])
   assert experiment_registry.get('my_reloaded.Own') is module.Own is not old
-  # But a module has a name once.
+  # But a module may define a name only once.
   del sys.modules['my_reloaded']
   path.write_text(text + text)
   with pytest.raises(ValueError, match=r'my_reloaded\.Own'):
@@ -98,7 +98,7 @@ def test_names_that_pax_has():
     '',
   ):
     assert experiment_registry.get(prefix + name) is cls
-  # It is listed once.
+  # The list has the experiment once.
   names = [n for n in experiment_registry.get_all() if n.endswith(name)]
   assert names == [experiment_registry.full_name(cls)]
 

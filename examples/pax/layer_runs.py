@@ -1,6 +1,6 @@
-"""A run of `init` or `apply`: what all layers of a tree have in common.
+"""Runs of `init` or `apply`: the state that all layers of a tree share.
 
-Haiku keeps the variables and the random keys of a run.
+Haiku holds the variables and the random keys of a run.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import jax
 
 from examples.pax import weights
 
-# The two collections of variables.
+# Collections of variables.
 PARAMS = 'params'
 NON_TRAINABLE = 'non_trainable'
 
@@ -27,12 +27,12 @@ Variables = dict[str, dict[str, dict[str, Any]]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Collected:
-  """What a layer has left beside its output.
+  """Side outputs of a run.
 
   Attributes:
-    non_trainable: the new values of these variables, all of them.
-    summaries: path -> array, of `add_summary`.
-    aux_losses: path -> (value, weight), of `add_aux_loss`.
+    non_trainable: New values of all non-trainable variables.
+    summaries: Path -> scalar, added with `add_summary`.
+    aux_losses: Path -> (value, weight), added with `add_aux_loss`.
   """
 
   non_trainable: dict[str, dict[str, Any]] = dataclasses.field(
@@ -44,7 +44,7 @@ class Collected:
   )
 
   def add(self, other: 'Collected', prefix: str = '') -> None:
-    """Adds summaries and losses, with a prefix to their names."""
+    """Adds the summaries and losses of `other`, their names prefixed."""
     for name, value in other.summaries.items():
       add(self.summaries, prefix + name, value)
     for name, value in other.aux_losses.items():
@@ -52,7 +52,7 @@ class Collected:
 
 
 def add(into: dict[str, Any], name: str, value: Any) -> None:
-  """Adds an entry; a layer that is called twice has two."""
+  """Adds an entry. A layer that is called twice adds two, `name`, `name_1`."""
   unique, i = name, 1
   while unique in into:
     unique, i = f'{name}_{i}', i + 1
@@ -61,18 +61,18 @@ def add(into: dict[str, Any], name: str, value: Any) -> None:
 
 @dataclasses.dataclass
 class Run:
-  """One run of `init` or `apply`: what the layers of a tree have in common.
+  """The state of one run of `init` or `apply`, shared by its layers.
 
   Attributes:
-    init_key: of the variables' first values; None in a run of `apply`.
-    do_eval: whether this is an evaluation.
-    verbosity: up to which verbosity summaries are wanted.
-    collected: what layers have left up to now.
-    created: path of the layer -> name -> variable, and whether it is trained.
-    shared: layers that several parents have, by `shared_weight_layer_id`, or
-      by the id of the template.
-    stacks: those of which layers are created just now, the outermost first:
-      path, and how many layers.
+    init_key: Key for the initial values, or None in a run of `apply`.
+    do_eval: Whether this is an evaluation.
+    verbosity: Highest verbosity of the summaries to collect.
+    collected: Side outputs of the layers so far.
+    created: Path of the layer -> name -> (declaration, whether trainable).
+    shared: Layers with several parents, by `shared_weight_layer_id` or by the
+      id of their template.
+    stacks: Stacks whose layers are being created, outermost first, as (path,
+      number of layers).
   """
 
   init_key: jax.Array | None = None
@@ -86,7 +86,7 @@ class Run:
   stacks: tuple[tuple[str, int], ...] = ()
 
   def value(self, path: str, name: str) -> jax.Array:
-    """Returns the value of a variable, as it is now."""
+    """Returns the current value of a variable."""
     weight, trainable = self.created[path][name]
     get = hk.get_parameter if trainable else hk.get_state
 
@@ -94,11 +94,12 @@ class Run:
       if self.init_key is None:
         given = {**hk.get_params(), **hk.get_current_state()}
         raise ValueError(
-          f'The variables given to `apply` have no {path}/{name}. `init`'
-          ' returns those that `setup` creates; given are those of'
-          f' {sorted(given)}.'
+          f'The variables given to `apply` have no {path}/{name}; got the'
+          f' layers {sorted(given)}. Create all variables in `setup`, and pass'
+          ' the result of `init`.'
         )
-      # By name, so that a new variable does not change what others start as.
+      # The key depends on the name only, so adding a variable does not change
+      # the initial values of the others.
       number = zlib.crc32(f'{path}/{name}'.encode())
       return weight.make(jax.random.fold_in(self.init_key, number))
 
@@ -106,12 +107,11 @@ class Run:
       return get(name, weight.full_shape, weight.dtype, init=make)
 
   def tree(self, make: Callable[..., Any], above: str = '') -> Variables:
-    """Returns `make(path, name, variable)` of all variables, as `init` does.
+    """Returns a tree of variables like `init`, with other leaves.
 
     Args:
-      make: what is made of each.
-      above: what their paths begin with and the tree's do not; of others there
-        is nothing in it.
+      make: Function of (path, name, declaration) that returns a leaf.
+      above: Prefix of the paths to include. The tree's paths lack it.
     """
     tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
     for path, created in self.created.items():
@@ -123,24 +123,25 @@ class Run:
     return tree
 
   def only(self, key: Any, path: str, layer: Any) -> Any:
-    """Returns the one layer that several parents have, as part of this run.
+    """Returns the layer that several parents share, bound to this run.
 
     Args:
-      key: what it is in `shared`.
-      path: where a parent has it; the first counts.
-      layer: the layer, not yet part of a run.
+      key: Key of the layer in `shared`.
+      path: Path of the layer within this parent. The first parent's path is
+        used for the variables.
+      layer: The layer, not yet bound to a run.
 
     Raises:
-      ValueError: the layers of this key are not the same.
+      ValueError: The layers with this key differ.
     """
     if key not in self.shared:
       self.shared[key] = layer.bound(path, self)
     first = self.shared[key]
     if first.in_stacks != self.stacks:
       raise ValueError(
-        f'{path} and {first.module_name}: neither can be the same layer as one'
-        ' within a stack, whose weights have one axis more. Share layers either'
-        ' within one of its layers or outside of it.'
+        f'{path} and {first.module_name} cannot be the same layer as one within'
+        ' a stack, whose weights have an extra axis. Share layers either within'
+        ' one layer of the stack or outside the stack.'
       )
     if first.hparams != layer.hparams:
       lines = difflib.ndiff(
@@ -156,13 +157,13 @@ class Run:
     return first
 
   def update(self, path: str, name: str, value: jax.Array) -> None:
-    """Sets a variable that is not trained."""
+    """Sets a non-trainable variable."""
     with place(path):
       hk.set_state(name, value)
 
 
 def place(path: str, method: str | None = None) -> Any:
-  """Enters a layer's place in Haiku's tree: its variables, Haiku modules."""
+  """Enters the scope of a layer's variables and Haiku modules."""
   if method is None and hk.experimental.current_name() == path:
     return contextlib.nullcontext()
   return hk.name_scope(
@@ -171,7 +172,7 @@ def place(path: str, method: str | None = None) -> Any:
 
 
 class Theta:
-  """The values of a layer's variables, as attributes."""
+  """Values of a layer's variables, as attributes."""
 
   def __init__(self, get: Callable[[str], jax.Array]):
     self._get = get
@@ -181,7 +182,7 @@ class Theta:
 
 
 def snake_case(name: str) -> str:
-  """Returns the default name of a layer of a class."""
+  """Converts a class name to the default name of its layers."""
   return re.sub(
     r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name
   ).lower()

@@ -1,9 +1,9 @@
-"""Learners: which weights are trained, by which optimizer, on which gradients.
+"""Learners: optimizers with clipping, skipped steps and frozen weights.
 
-A learner clips gradients, skips steps whose gradients are not finite or too
-large, and does not change weights that are not to be trained.
+A learner chooses the weights to train, clips their gradients, and skips steps
+whose gradients are not finite or too large.
 
-Names, fields and behaviour are those of Praxis (Google, 2022).
+Names, fields and behavior follow Praxis (Google, 2022).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,23 @@ _TRAINED, _FROZEN, _MAIN = 'trained', 'frozen', 'main'
 
 
 class Learner(hparams_lib.Configurable):
-  """One optimizer, and what belongs before and behind it.
+  """An optimizer with clipping, skipped steps and frozen weights.
 
   Attributes:
-    name: what messages call it.
-    loss_name: the metric that is minimised.
-    optimizer: hyperparameters of the optimizer.
-    grad_norm_summary: report norms of gradients and of updates.
-    grad_norm_individual_vars: report each gradient's norm besides.
-    skip_step_gradient_norm_value: a step is skipped unless the norm of the
-      gradients is smaller than this, or if it is not finite; 0 is no limit.
-      The norm is that before clipping.
-    vectorize_on_repeat_prefix: each layer of a stack is a tensor of its own
-      to the optimizer; see `optimizers.BaseOptimizer.make`.
-    bprop_variable_inclusion: regular expressions for the names of the weights
-      that are trained; empty for all.
-    bprop_variable_exclusion: or for those that are not.
+    name: Name of the learner, for messages.
+    loss_name: Metric to minimize. If None, the task decides.
+    optimizer: Hyperparameters of the optimizer.
+    grad_norm_summary: Whether to report the norms of gradients and updates.
+    grad_norm_individual_vars: Whether to report the norm of each gradient too.
+    skip_step_gradient_norm_value: Limit of the gradients' norm before clipping.
+      A step is skipped if the norm is not below it, or not finite. If 0, only
+      steps whose norm is not finite are skipped.
+    vectorize_on_repeat_prefix: Whether the optimizer treats each layer of a
+      stack as a separate tensor; see `optimizers.BaseOptimizer.make`.
+    bprop_variable_inclusion: Regular expressions for the names of the weights
+      to train. If empty, all are trained.
+    bprop_variable_exclusion: Regular expressions for the weights not to train,
+      as an alternative to `bprop_variable_inclusion`.
   """
 
   name: str = 'learner'
@@ -60,13 +61,13 @@ class Learner(hparams_lib.Configurable):
       optimizers.Pattern(f'{p.name}.{field}', getattr(p, field))
       for field in ('bprop_variable_inclusion', 'bprop_variable_exclusion')
     )
-    # All optimizers by label, and those that have weights of their own.
+    # All optimizers by label, and the patterns of the auxiliary ones' weights.
     self._all = {_MAIN: self.optimizer}
     self._patterns: dict[str, optimizers.Pattern] = {}
     self._clips_apart = False
 
   def is_trained(self, name: str) -> bool:
-    """Whether the weight of a name is trained."""
+    """Whether the weight with this name is trained."""
     if self._included:
       return self._included.fits(name)
     return not self._excluded.fits(name)
@@ -76,22 +77,23 @@ class Learner(hparams_lib.Configurable):
     num_stacked: optimizers.NumStacked = optimizers.not_stacked,
     skips_lp: optimizers.SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
-    """Returns what turns gradients into updates.
+    """Returns the transformation from gradients to updates.
 
     Weights that are not trained get no update, have no state
-    (`optax.MaskedNode`), and count in no norm. Gradients of the others are
-    clipped and go to the optimizer. Where their norm, before that, is not
+    (`optax.MaskedNode`), and count in no norm. The gradients of the others are
+    clipped and passed to the optimizer. If their norm before clipping is not
     finite, or not below `skip_step_gradient_norm_value`, the update is 0 and
-    the state stays as it was, its count of steps included.
+    the state, including its count of steps, does not change.
 
     Args:
-      num_stacked: as for `optimizers.BaseOptimizer.make`.
-      skips_lp: likewise.
+      num_stacked: Counts a weight's axes of layers; see
+        `optimizers.BaseOptimizer.make`.
+      skips_lp: Tells which weights skip L2 and decay; see the same method.
 
     Returns:
-      A transformation, whose `init` raises ValueError where a regular
-      expression fits no weight, or no weight is trained; its `update` must be
-      given the weights.
+      A transformation. Its `init` raises a ValueError if a regular expression
+      matches no weight, or if no weight is trained. Its `update` requires the
+      weights.
     """
     if not self.hparams.vectorize_on_repeat_prefix:
       num_stacked = optimizers.not_stacked
@@ -119,21 +121,20 @@ class Learner(hparams_lib.Configurable):
   def scalars(
     self, grads: Any, updates: Any, step: Any
   ) -> dict[str, jax.Array]:
-    """Returns what a step has to report, float32 scalars.
+    """Returns the scalars to log for a step, in float32.
 
     Args:
-      grads: the gradients that `update` was given.
-      updates: what it returned.
-      step: how many updates there were before: `num_updates` of the state
-        before the step. It is less than the number of the step where some were
-        skipped.
+      grads: Gradients passed to `update`.
+      updates: Updates that it returned.
+      step: Number of earlier updates: `num_updates` of the state before the
+        step. This is less than the number of the step if steps were skipped.
 
     Returns:
-      `learning_rate`; `is_valid_step`, 0 where the step was skipped; with
-      `grad_norm_summary` the norms `grad_norm` of gradients,
-      `clipped_grad_norm` of these after clipping, and `applied_grad_norm` of
-      the updates; with `grad_norm_individual_vars` a `grad_norm/` for each
-      weight. All but those of `updates` are of weights that are trained.
+      `learning_rate`, and `is_valid_step`, which is 0 if the step was skipped.
+      With `grad_norm_summary`, the norms `grad_norm` and `clipped_grad_norm` of
+      the gradients before and after clipping, and `applied_grad_norm` of the
+      updates. With `grad_norm_individual_vars`, `grad_norm/NAME` for each
+      weight. Norms of gradients include only trained weights.
     """
     p = self.hparams
     grads = optimizers.map_with_names(
@@ -162,7 +163,7 @@ class Learner(hparams_lib.Configurable):
     return {'learning_rate': self.optimizer.get_learning_rate(step)}
 
   def _check_names(self, names: Sequence[str]) -> None:
-    """Refuses a regular expression that fits no weight."""
+    """Raises a ValueError if an expression or the learner selects no weight."""
     patterns = [self._included, self._excluded, *self._patterns.values()]
     patterns += [optimizer.excluded for optimizer in self._all.values()]
     for pattern in patterns:
@@ -170,35 +171,35 @@ class Learner(hparams_lib.Configurable):
     if not any(map(self.is_trained, names)):
       raise ValueError(
         f'{self._excluded.field} is {self.hparams.bprop_variable_exclusion!r},'
-        f' which fits all of the {len(names)} weights and leaves none to train.'
+        f' which matches all {len(names)} weights and leaves none to train.'
       )
 
   def _label(self, name: str) -> str:
-    """Returns which optimizer has the weight of a name."""
+    """Returns the label of the optimizer for the weight with this name."""
     fitting = [
       label for label, pattern in self._patterns.items() if pattern.fits(name)
     ]
     if len(fitting) > 1:
       raise ValueError(
-        f'The weight {name!r} is fitted by the auxiliary_regex of several'
-        f' optimizers of {self.hparams.name}: {fitting}; expected one.'
+        f'The weight {name!r} matches the auxiliary_regex of several optimizers'
+        f' of {self.hparams.name}: {fitting}; expected at most one.'
       )
     return fitting[0] if fitting else _MAIN
 
   def _partition(
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
-    """Returns each optimizer's transformation, for its weights."""
+    """Returns the transformation that applies each optimizer to its weights."""
     return make(self.optimizer)
 
   def _clip(self) -> optax.GradientTransformation:
-    """Returns what clips gradients."""
+    """Returns the transformation that clips gradients."""
     if self._clips_apart:
       return self._partition(_clipping)
     return _clipping(self.optimizer)
 
   def _is_valid(self, grads: Any) -> jax.Array:
-    """Whether a step with these gradients is taken."""
+    """Whether these gradients are valid, so that the step is not skipped."""
     groups = dict[str, list[Any]]((label, []) for label in self._all)
     names = optimizers.weight_names(grads)
     for name, grad in zip(names, jax.tree.leaves(grads), strict=True):
@@ -211,7 +212,7 @@ class Learner(hparams_lib.Configurable):
   def _skipping(
     self, inner: optax.GradientTransformation
   ) -> optax.GradientTransformation:
-    """Makes updates 0, and keeps the state, where a step is not valid."""
+    """Wraps a transformation: an invalid step has updates 0 and keeps state."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
       valid = self._is_valid(grads)
@@ -230,7 +231,7 @@ class Learner(hparams_lib.Configurable):
 def _clipping(
   optimizer: optimizers.BaseOptimizer,
 ) -> optax.GradientTransformation:
-  """Returns what clips gradients as an optimizer's hyperparameters say."""
+  """Returns the clipping that an optimizer's hyperparameters specify."""
   p = optimizer.hparams
   if limit := p.clip_gradient_norm_to_value:
     return optax.clip_by_global_norm(limit)
@@ -243,9 +244,9 @@ def _clipping(
 
 
 def num_updates(opt_state: Any) -> jax.Array:
-  """Returns how many updates a learner's state has had, an int32 scalar.
+  """Returns the number of updates of a learner's state, an int32 scalar.
 
-  Steps that were skipped do not count, and the learning rate follows this.
+  Skipped steps do not count. The learning rate follows this number.
   """
 
   def is_schedule(x: Any) -> bool:
@@ -256,14 +257,16 @@ def num_updates(opt_state: Any) -> jax.Array:
 
 
 def joined(several: Sequence[Learner.HParams]) -> Learner.HParams:
-  """Returns several learners as the hyperparameters of one.
+  """Joins the hyperparameters of several learners into those of one.
 
   Args:
-    several: the first has all weights that no other one has; each other one
-      those of its `bprop_variable_inclusion`. Each clips its own gradients.
+    several: Learners. Each but the first trains the weights of its
+      `bprop_variable_inclusion`, and the first trains all others. Each clips
+      its own gradients.
 
   Raises:
-    ValueError: there is none; or one says something that is not of its weights.
+    ValueError: There is no learner, or one differs from the first in a field
+      that concerns all weights.
   """
   if not several:
     raise ValueError('A task has no learner; expected at least one.')
@@ -275,10 +278,9 @@ def joined(several: Sequence[Learner.HParams]) -> Learner.HParams:
     same = other.clone().set(**{name: getattr(main, name) for name in own})
     if same != main or not other.bprop_variable_inclusion:
       raise ValueError(
-        f'The learner {other.name!r} differs from {main.name!r}; expected, of'
-        ' learners beside the first, a name, an optimizer and'
-        ' bprop_variable_inclusion, and all else as in the first, a'
-        ' learners.Learner.'
+        f'The learner {other.name!r} differs from {main.name!r}. Learners after'
+        ' the first must set a name, an optimizer and bprop_variable_inclusion,'
+        ' and equal the first, a learners.Learner, in all other fields.'
       )
   return MultiOptimizerLearner.HParams(
     **{name: getattr(main, name) for name in main.names()},
@@ -290,20 +292,21 @@ def joined(several: Sequence[Learner.HParams]) -> Learner.HParams:
 
 
 class MultiOptimizerLearner(Learner):
-  """Some weights to one optimizer, some to others, all others to the main one.
+  """A learner with auxiliary optimizers for some of the weights.
 
-  The moving average of weights is that of the main optimizer, for all weights;
-  so is clipping, unless there is `apply_separate_scaling`.
+  The main optimizer, `optimizer`, trains all remaining weights. Its `ema_decay`
+  applies to all weights, and so does its clipping, unless
+  `apply_separate_scaling` is set.
 
   Attributes:
-    auxiliary_optimizers: hyperparameters of the others.
-    auxiliary_regex: for each, a regular expression for the names of its
-      weights.
-    auxiliary_names: for each, a name for scalars, `<name>/learning_rate`;
-      the main optimizer's is `main`.
-    apply_separate_scaling: whether each optimizer's gradients are clipped by
-      themselves, as it says. A step is then taken where the norm of each of
-      them is valid.
+    auxiliary_optimizers: Hyperparameters of the auxiliary optimizers.
+    auxiliary_regex: Regular expression for the names of each auxiliary
+      optimizer's weights.
+    auxiliary_names: Name of each auxiliary optimizer, for the scalar
+      `<name>/learning_rate`. The main optimizer's name is `main`.
+    apply_separate_scaling: Whether each optimizer clips its own gradients. If
+      so, a step is skipped unless the norm of each optimizer's gradients is
+      valid.
   """
 
   auxiliary_optimizers: Sequence[Any] = ()
@@ -316,8 +319,8 @@ class MultiOptimizerLearner(Learner):
     p = hparams
     if len({_MAIN, *p.auxiliary_names}) <= len(p.auxiliary_names):
       raise ValueError(
-        f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected each name'
-        f' once, and not {_MAIN!r}, which is the main optimizer.'
+        f'{p.name}.auxiliary_names is {p.auxiliary_names}; expected distinct'
+        f' names, none of them {_MAIN!r}, the name of the main optimizer.'
       )
     self._clips_apart = p.apply_separate_scaling
     without_effect = ['ema_decay']
@@ -341,14 +344,15 @@ class MultiOptimizerLearner(Learner):
         if value := getattr(made, field):
           raise ValueError(
             f'The auxiliary optimizer {name!r} of {p.name} has {field} {value},'
-            ' which would have no effect; set it in the main optimizer, for all'
+            ' which would have no effect. Set it in the main optimizer, for all'
             ' weights.'
           )
 
   def _partition(
     self, make: Callable[[optimizers.BaseOptimizer], Any]
   ) -> optax.GradientTransformation:
-    # Even without auxiliary optimizers: old checkpoints have these names.
+    # Partition even if there are no auxiliary optimizers, because checkpoints
+    # contain the names that this creates.
     return optax.partition(
       {label: make(optimizer) for label, optimizer in self._all.items()},
       lambda tree: optimizers.map_with_names(

@@ -1,4 +1,4 @@
-"""Tests of what a learner does before and behind its optimizer."""
+"""Tests of a learner's clipping, skipping and choice of weights."""
 
 import fiddle as fdl
 import jax
@@ -26,18 +26,18 @@ def _learner(optimizer=None, cls=learners.Learner, **kwargs):
 
 
 def _adam(**kwargs):
-  """One with every kind of state: moments, and a count of its own."""
+  """An optimizer with every kind of state: moments and a count."""
   kwargs = {'learning_rate': 0.1, **kwargs}
   return optimizers.Adam.HParams(weight_decay=0.1, **kwargs)
 
 
 def _made(learner, num_stacked=optimizers.not_stacked):
-  """Returns the first state, and a function that updates."""
+  """Returns the initial state and an update function."""
   tx = learner.make(num_stacked)
 
   @jax.jit
   def update(grads, state):
-    # As jaxline's step does: Optax relies on promotion.
+    # jaxline's step does this too, because Optax relies on promotion.
     with jax.numpy_dtype_promotion('standard'):
       return tx.update(grads, state, _WEIGHTS)
 
@@ -121,7 +121,7 @@ def test_gradients_of_zero_stay_zero():
 
 
 def test_a_skipped_step_changes_nothing():
-  """Nor does it count: the run goes on as if it had not been."""
+  """The run continues as if the step had not happened."""
   schedule = schedules.LinearRampupExponentialDecay.HParams(
     decay_end=2, min_ratio=0.75**2
   )
@@ -141,7 +141,7 @@ def test_a_skipped_step_changes_nothing():
     assert learners.num_updates(skipped) == 1
   after, state = update(_GRADS, skipped)
   assert learners.num_updates(state) == 2
-  # Adam's of the same gradient twice, at 3/4 of the learning rate.
+  # Adam has seen this gradient twice. The learning rate is at 3/4.
   clipped = jax.tree.map(lambda x: x * 5 / 13, _GRADS)
   _assert_close(
     jax.tree.map(lambda x: x + 0.075 * 0.1, after),
@@ -168,7 +168,7 @@ def test_weights_that_are_not_trained(options):
       clip_gradient_norm_to_value=1.5,
       clip_threshold=0.0,
       epsilon=1.0,
-      # It fits only a weight that is not trained, and is no mistake.
+      # An expression that matches only an untrained weight is valid.
       weight_decay_exclusion='lm/norm',
     ),
     grad_norm_individual_vars=True,
@@ -182,10 +182,10 @@ def test_weights_that_are_not_trained(options):
   ]
   assert mu['lm/norm']['scale'] == optax.MaskedNode()
   assert mu['lm/softmax']['w'] == optax.MaskedNode()
-  # What is not trained may even be no number; it counts in no norm.
+  # A gradient of an untrained weight may be NaN. It counts in no norm.
   grads = {**_GRADS, 'lm/norm': {'scale': np.float32([np.nan, 1])}}
   updates, _ = update(grads, state)
-  half = _GRADS['lm/layers/ff']['w'] / 2  # From the norm 3 to 1.5.
+  half = _GRADS['lm/layers/ff']['w'] / 2  # The norm falls from 3 to 1.5.
   expected = {
     **jax.tree.map(np.zeros_like, _GRADS),
     'lm/layers/ff': {'w': -0.1 * (half / (half + 1) + 0.1)},
@@ -197,13 +197,13 @@ def test_weights_that_are_not_trained(options):
 
 
 def test_layers_of_a_stack_by_themselves():
-  """Unless it is switched off: Adam caps each layer, or the stack."""
+  """By default, Adam caps each layer. If switched off, it caps the stack."""
 
   def one(**kwargs):
     optimizer = _adam(clip_threshold=0.25, epsilon=1.0, learning_rate=1.0)
     learner = _learner(optimizer, **kwargs)
     updates = _first_update(learner, num_stacked=lambda name: 'layers' in name)
-    return updates['lm/layers/ff']['w'] + 0.1  # But for the decay.
+    return updates['lm/layers/ff']['w'] + 0.1  # Excludes the decay.
 
   update = np.float64([[[2 / 3, 0.0]], [[1 / 2, 2 / 3]]])
   rms = np.sqrt(np.mean(update**2, (1, 2), keepdims=True))
@@ -213,7 +213,7 @@ def test_layers_of_a_stack_by_themselves():
 
 
 def _several(*auxiliary, regex):
-  """Returns options of a learner of several, by the names '0', '1', ..."""
+  """Returns options for several optimizers with the names '0', '1', ..."""
   return {
     'cls': learners.MultiOptimizerLearner,
     'auxiliary_optimizers': [*auxiliary],
@@ -294,7 +294,7 @@ def test_a_learner_needs_an_optimizer():
 
 
 def test_several_optimizers():
-  """All under one clip of the norm; what is not trained is nobody's."""
+  """One norm clips all gradients. Untrained weights have no optimizer."""
   learner = _learner(
     optimizers.Sgd.HParams(
       learning_rate=0.5, clip_gradient_norm_to_value=1.0, ema_decay=0.9
@@ -327,7 +327,7 @@ def test_several_optimizers():
 
 
 def test_through_fiddle():
-  """A config in which all is set in place makes the same."""
+  """A config that is changed in place makes the same learner."""
   config = learners.Learner.HParams.config(
     optimizer=optimizers.Sgd.HParams.config(learning_rate=2.0)
   )

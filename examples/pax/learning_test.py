@@ -1,6 +1,6 @@
-"""What registered experiments learn: losses that were seen, and what is easy.
+"""Tests that registered experiments learn, by their expected losses.
 
-The slow ones are whole runs, of a minute or two on two cores.
+The slow tests are complete runs of a minute or two on two cores.
 """
 
 import math
@@ -21,14 +21,14 @@ from jaxline.parallel import mesh as mesh_lib
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-  """On one device, with checkpoints of its own."""
+  """Uses one device and an empty store of checkpoints."""
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   with mesh_lib.on_devices(jax.devices()[:1]):
     yield
 
 
 class Last:
-  """Keeps what is written last."""
+  """A writer that keeps the last scalars."""
 
   def __init__(self):
     self.scalars = {}
@@ -38,7 +38,7 @@ class Last:
 
 
 def _train_and_eval(config):
-  """Returns the experiment that was trained, and its last evaluation."""
+  """Returns the trained experiment and its last evaluation."""
   made, last = {}, Last()
 
   def make(mode, init_rng, config, run_config):
@@ -60,10 +60,10 @@ def _config(name, **keys):
 
 
 def _nats_without_the_source(min_length, max_length, num_symbols):
-  """Returns the loss of who knows all of the targets but their sources."""
+  """Returns the best possible loss without seeing the sources."""
   lengths = np.arange(min_length, max_length + 1)
   nats = lengths.mean() * math.log(num_symbols) + math.log(len(lengths))
-  return nats / (lengths + 1).mean()  # The token that ends it, too.
+  return nats / (lengths + 1).mean()  # Counts the stop token, too.
 
 
 @pytest.mark.process
@@ -109,7 +109,7 @@ def test_a_model_with_products_in_fp8_learns_and_keeps_its_scales():
   trained, scalars = _train_and_eval(config)
   assert scalars['log_pplx'] < 0.9 * math.log(256)  # All tokens are the same.
   scales = trained.state.model_state[sharded.OVERWRITE]
-  # Of each product of a layer, of all of which there are two.
+  # The scales cover the products of two layers.
   assert len(scales) == 4
   for kept in scales.values():
     assert kept['weight_scale_fp8'].shape == (2,)
@@ -138,7 +138,7 @@ def test_sequences_come_out_as_they_should(name):
   assert scalars['log_pplx'] < 0.01
   assert scalars['fraction_of_correct_next_step_preds'] > 0.995
 
-  # Greedily, of sequences that it has not seen, token after token of its own.
+  # Decode greedily from unseen sources.
   source = trained.eval_input()
   batch = next(source)
   rows = len(batch.src.ids)
@@ -178,7 +178,7 @@ def test_sequences_come_out_as_they_should(name):
   ],
 )
 def test_language_models_learn_the_bundled_corpus(name, most):
-  """Nats a byte of held-out files, after 400 steps of 512 bytes.
+  """Checks nats per byte of held-out files, after 400 steps of 512 bytes.
 
   A model that only counts bytes has 3.25, and gzip -9 needs 1.33.
   """

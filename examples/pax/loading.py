@@ -1,4 +1,4 @@
-r"""Checkpoint loading rules: a new run starts from weights of another run.
+r"""Checkpoint loading rules: start a new run from the weights of an old one.
 
     task.train.init_from_checkpoint_rules = {
       'runs/a': loading.CheckpointLoadingRules(
@@ -8,16 +8,16 @@ r"""Checkpoint loading rules: a new run starts from weights of another run.
       ),
     }
 
-They are another way to write `config.restore_from` and `config.restore_rules`,
-which `examples.pax.config` makes of them. A weight is called `params/` and its
-name; a variable that is not trained, such as a moving mean, `non_trainable/`
-and its name. If the other run keeps moving averages, `ema/params/` and
-`ema/non_trainable/` with the same names are sources. `python -m
-jaxline.checkpoint show runs/a` lists the arrays of a checkpoint.
+`examples.pax.config` converts the rules to `config.restore_from` and
+`config.restore_rules`. In the rules, a weight is called `params/NAME`, and a
+non-trainable variable, such as a moving mean, `non_trainable/NAME`. If the old
+run keeps moving averages, its sources include `ema/params/NAME` and
+`ema/non_trainable/NAME`. `python -m jaxline.checkpoint show runs/a` lists the
+arrays of a checkpoint.
 
-A moving average of the new run begins as the variable that it is of.
+Moving averages of the new run start with the values of their variables.
 
-Names and fields are those of Paxml (Google, 2022).
+Names and fields follow Paxml (Google, 2022).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,15 @@ from examples.pax import hparams
 from jaxline import errors
 
 _STATE = 'state/model_state/'
-# Prefix of a source -> where a checkpoint has it.
+# Prefix of a source -> prefix of the array in a checkpoint.
 _SOURCES = {
   f'{base_layer.PARAMS}/': 'state/params/',
   f'{base_layer.NON_TRAINABLE}/': f'{_STATE}non_trainable/',
   f'ema/{base_layer.PARAMS}/': f'{_STATE}ema/',
   f'ema/{base_layer.NON_TRAINABLE}/': f'{_STATE}ema_non_trainable/',
 }
-# Prefix of a regular expression -> one for a variable and its average.
+# Prefix of a rule's regular expression -> expression for the arrays of a
+# variable and its average.
 _VARIABLES = {
   f'{base_layer.PARAMS}/': 'state/(?:params|model_state/ema)/',
   f'{base_layer.NON_TRAINABLE}/': f'{_STATE}(?:ema_)?non_trainable/',
@@ -47,21 +48,22 @@ Rule = tuple[str, str | None]
 
 
 class CheckpointLoadingRules(hparams.BaseHParams):
-  r"""What is taken of a checkpoint.
+  r"""Rules that select the variables to load from a checkpoint.
 
-  Regular expressions match a name from its start, as in Pax: 'params/lm'
-  matches 'params/lm/w'. End one with `$` to match whole names only. One begins
-  with 'params/' or 'non_trainable/'; of `ignore_rules` also with '.*'.
+  As in Pax, regular expressions match from the start of a name: 'params/lm'
+  matches 'params/lm/w'. End an expression with `$` to match whole names only.
+  Expressions begin with 'params/' or 'non_trainable/'. In `ignore_rules`, they
+  may begin with '.*', too.
 
   Attributes:
-    load_rules: pairs of a regular expression for variables of this run and the
+    load_rules: Pairs of a regular expression for variables of this run and the
       name of the source. In the source, `{}` (or `{0}`, `{1}`) or `\1` stands
-      for what the groups matched. The first pair that matches counts.
-    safe_load: True: a regular expression that is used for no variable is an
-      error.
-    ignore_rules: regular expressions of variables that stay as they are
-      initialised, whatever `load_rules` say.
-    step: of the checkpoint; None is the newest.
+      for the text that a group matched. The first matching pair applies.
+    safe_load: Whether an expression that is used for no variable is an error.
+      Must be True.
+    ignore_rules: Regular expressions for variables that keep their initial
+      values. They take precedence over `load_rules`.
+    step: Step of the checkpoint. If None, the newest.
   """
 
   load_rules: Sequence[tuple[str, str]] = ()
@@ -73,14 +75,15 @@ class CheckpointLoadingRules(hparams.BaseHParams):
 def restore_keys(
   rules: Mapping[str, CheckpointLoadingRules],
 ) -> tuple[str, tuple[Rule, ...]]:
-  """Returns `config.restore_from` and `config.restore_rules`.
+  """Returns the values of `config.restore_from` and `config.restore_rules`.
 
   Args:
-    rules: place of a run, a series or a checkpoint, see
-      `jaxline.checkpoint.inspection` -> what is taken of it; one entry.
+    rules: Path of a run, a series or a checkpoint (see
+      `jaxline.checkpoint.inspection`) -> rules. One entry.
 
   Raises:
-    UsageError: there are several; or a rule says what these keys cannot.
+    UsageError: There is not exactly one entry, or a rule cannot be expressed by
+      these keys.
   """
   if len(rules) != 1:
     raise errors.UsageError(
@@ -90,8 +93,8 @@ def restore_keys(
   ((place, rule),) = rules.items()
   if not rule.safe_load:
     raise errors.UsageError(
-      'safe_load is False; expected True: a rule that is used for no variable'
-      ' is an error. Take it out.'
+      'safe_load is False; expected True, because a rule that is used for no'
+      ' variable is an error. Remove such rules instead.'
     )
   pairs: list[Rule] = [(_pattern(r, None), None) for r in rule.ignore_rules]
   pairs += [(_pattern(r, s), _source(s)) for r, s in rule.load_rules]
@@ -99,7 +102,7 @@ def restore_keys(
 
 
 def _pattern(regex: str, source: str | None) -> str:
-  """Returns the expression for the arrays of a run, with whole names."""
+  """Converts a rule's expression to one for whole names of a run's arrays."""
   for prefix, ours in _VARIABLES.items():
     rest = regex.removeprefix(prefix)
     if rest != regex and prefix not in rest:
@@ -108,12 +111,12 @@ def _pattern(regex: str, source: str | None) -> str:
     return f'(?:{"|".join(_VARIABLES.values())})(?:{regex}).*'
   raise errors.UsageError(
     f'init_from_checkpoint_rules has {regex!r}; expected an expression that'
-    f' begins with one of {[*_VARIABLES]}, and has it once.'
+    f' begins with one of {[*_VARIABLES]}, and contains it only once.'
   )
 
 
 def _source(source: str) -> str:
-  r"""Returns where a checkpoint has a source, with `\1` for the first `{}`."""
+  r"""Converts a source to an array's name, with group references for `{}`."""
   for prefix, ours in _SOURCES.items():
     if source.startswith(prefix):
       source = ours + source.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Tests of the loading rules, on checkpoints that a run has saved."""
+"""Tests of the loading rules on the checkpoints of a run."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Net(models.BaseModel):
 
 
 class Run(experiment_lib.TaskExperiment):
-  """Trains it."""
+  """Trains a `Net`."""
 
   def __init__(self, mode, init_rng, *, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config)
@@ -106,7 +106,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def initial(tmp_path_factory):
-  """The state that a run without rules begins with."""
+  """The initial state of a run without rules."""
   return run(tmp_path_factory.mktemp('initial'), 0, seed=1)
 
 
@@ -122,12 +122,12 @@ ALL = ('params/(.*)', 'params/{}')
 @pytest.mark.parametrize(
   ('rules', 'expected'),
   [
-    # A weight, and its average begins as it.
+    # A weight is loaded, and its average starts with the same value.
     (
       {'load_rules': [ALL]},
       {FIRST: FIRST, SECOND: SECOND, EMA_FIRST: FIRST, EMA_SECOND: SECOND},
     ),
-    # The first that matches counts; groups by number, and as in Python.
+    # The first match applies. Groups are numbered, or written as in Python.
     (
       {
         'load_rules': [
@@ -142,12 +142,12 @@ ALL = ('params/(.*)', 'params/{}')
       {'load_rules': [('non_trainable/(.*)', 'non_trainable/{}')]},
       {ROWS: ROWS, EMA_ROWS: ROWS},
     ),
-    # From the start of a name, but not to its end.
+    # An expression matches the start of a name.
     (
       {'load_rules': [('params/net/f', FIRST)]},
       {FIRST: FIRST, EMA_FIRST: FIRST},
     ),
-    # What is ignored stays.
+    # Ignored variables keep their initial values.
     (
       {'load_rules': [ALL], 'ignore_rules': ['.*/first']},
       {SECOND: SECOND, EMA_SECOND: SECOND},
@@ -156,7 +156,7 @@ ALL = ('params/(.*)', 'params/{}')
       {'load_rules': [ALL], 'ignore_rules': ['params/net/f|params']},
       {SECOND: SECOND, EMA_SECOND: SECOND},
     ),
-    # Averages.
+    # Averages are sources, too.
     (
       {
         'load_rules': [
@@ -193,8 +193,8 @@ def test_a_run_begins_with_what_rules_load(
   ('rules', 'message'),
   [
     ([('params/net/frist/w', FIRST)], 'params/net/first/w'),
-    ([('params/net/f$', FIRST)], 'match none'),
-    # An earlier one takes it.
+    ([('params/net/f$', FIRST)], 'match no array'),
+    # An earlier rule takes the variable.
     ([(FIRST, FIRST), (FIRST, SECOND)], 'params/net/second|earlier rule'),
     ([(FIRST, 'params/net/frist/w')], 'params/net/frist/w'),
     ([('params/(', FIRST)], 'unterminated'),
@@ -202,7 +202,7 @@ def test_a_run_begins_with_what_rules_load(
     ([('non_trainable/.*', FIRST)], r'float32\[4, 4\].* float32\[\]'),
     ([('net', FIRST)], "'net'; expected an expression that begins"),
     ([('.*net', FIRST)], "'.*net'; expected an expression that begins"),
-    ([('params/a|params/b', FIRST)], 'has it once'),
+    ([('params/a|params/b', FIRST)], 'contains it only once'),
   ],
 )
 def test_errors(source, tmp_path, rules, message):

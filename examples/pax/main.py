@@ -4,10 +4,10 @@ r"""Runs a registered experiment, as Pax's documents do.
       --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps \
       --job_log_dir=/tmp/lm --reduced
 
-It runs `experiment.py` with a config that is made from the experiment
-(`examples.pax.config`). Other flags are passed on, such as
-`--config.training_steps=10` and `--jaxline_ensure_tpu`; a constant of the
-experiment has a flag of its name, such as `--NUM_LAYERS=2`.
+It runs `experiment.py` with a config made from the experiment
+(`examples.pax.config`). It passes on other flags, such as
+`--config.training_steps=10` and `--jaxline_ensure_tpu`. Each constant of the
+experiment is a flag, such as `--NUM_LAYERS=2`.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from jaxline.run_directory import store as store_lib
 from jaxline.runs import __main__ as runs_main
 
 MODES = {
-  'train': 'train, with evaluations between if there is data for them',
+  'train': 'train, and evaluate periodically if there is data for it',
   'eval': 'evaluate each new checkpoint of --job_log_dir',
   'decode': 'continue prompts with each new checkpoint (--config.decode.*)',
   'decode_once': 'continue prompts with the newest checkpoint',
-  'sweep': 'train each point of @automl.parameter_sweep; --index=N is only one',
+  'sweep': 'train each point of @automl.parameter_sweep; --index=N: only one',
   'compile': 'compile the steps for the chips of the experiment, and report'
   ' what they need; train nothing',
 }
@@ -42,8 +42,8 @@ MODES = {
 _PROGRAM = '-m examples.pax.main'
 _CONFIG = pathlib.Path(__file__).with_name('config.py')
 
-# Flags of Pax's first commands: without effect here; and two with which libtpu
-# 0.0.52 ends the process.
+# Flags in Pax's first commands. The first has no effect here. libtpu 0.0.52
+# aborts the process for the other two.
 _PMAP_USE_TENSORSTORE = re.compile(r'--(no)?pmap_use_tensorstore(=|$)')
 _GONE_TPU_FLAGS = (
   'xla_tpu_spmd_rewrite_einsum_with_reshape',
@@ -57,7 +57,7 @@ _POLL_SECS = 5.0
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog=f'python {_PROGRAM}',
-    usage=argparse.SUPPRESS,  # So that what is wrong is said in a line.
+    usage=argparse.SUPPRESS,  # Keeps error messages to one line.
     allow_abbrev=False,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     description=__doc__,
@@ -66,27 +66,27 @@ def _parser() -> argparse.ArgumentParser:
   )
   add = parser.add_argument
   add('--exp', help='the experiment, such as tasks.lm.params.c4.NAME, or NAME')
-  add('--job_log_dir', help='directory of the run; one that is there goes on')
+  add('--job_log_dir', help='directory of the run; an existing run continues')
   add('--mode', default='train', choices=MODES, help='what to do; see below')
   add(
     '--reduced',
     action='store_true',
-    help='a small model of the same family, for two cores and a minute',
+    help='use a small model of the same family: a minute on two cores',
   )
-  add('--list', action='store_true', help='print the experiments, and end')
+  add('--list', action='store_true', help='print the experiments and exit')
   return parser
 
 
 def _drop_gone_flags(arguments: list[str]) -> list[str]:
-  """Returns arguments without what has no effect here; and says so.
+  """Drops arguments that have no effect here, with a notice.
 
-  Flags that libtpu no longer has are taken out of the environment.
+  Also removes flags from the environment that libtpu no longer has.
   """
   kept = [x for x in arguments if not _PMAP_USE_TENSORSTORE.match(x)]
   if kept != arguments:
     print(
-      '--pmap_use_tensorstore has no effect: checkpoints of replicated and of'
-      ' split weights are the same here.',
+      '--pmap_use_tensorstore has no effect: here, replicated and split weights'
+      ' have the same checkpoints.',
       file=sys.stderr,
     )
   flags = os.environ.get('LIBTPU_INIT_ARGS', '').split()
@@ -102,10 +102,10 @@ def _drop_gone_flags(arguments: list[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs what the command line says.
+  """Runs a command line.
 
   Args:
-    argv: the command line without the program's name.
+    argv: Arguments, without the program's name.
   """
   parser = _parser()
   args, others = parser.parse_known_args(argv)
@@ -114,15 +114,15 @@ def main(argv: Sequence[str]) -> None:
     try:
       print('\n'.join(names), flush=True)
     except BrokenPipeError:
-      # Whoever read, such as `head`, has read enough; nothing more is written.
+      # The reader, such as `head`, is done. Discard the rest of the output.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return
   if args.exp is None:
-    parser.error('\n  '.join(['Which experiment? Give --exp, one of:', *names]))
+    parser.error('\n  '.join(['Choose an experiment with --exp:', *names]))
   try:
     experiment = experiment_registry.get(args.exp)
     others = [
-      # A constant is the key of the config for it.
+      # Replaces the flag of a constant by the key of the config that holds it.
       re.sub(
         r'^--([A-Z][A-Z0-9_]*)(?==|$)',
         lambda match: f'--config.{config_lib.key_of(experiment, match[1])}',
@@ -138,14 +138,15 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(_sweep(experiment, args, others))
   if args.mode.startswith('decode') and not experiment.has_prompting():
     parser.error(
-      f'--mode={args.mode} continues text, and {experiment.__name__} has none:'
-      ' it does not override `prompting`. Take a language model.'
+      f'--mode={args.mode} continues text, but {experiment.__name__} does not'
+      ' override `prompting`. Use a language model.'
     )
   if args.mode == 'decode':
     if not any(x.startswith('--config.decode.prompts') for x in others):
       parser.error(
-        '--mode=decode takes the same prompts for each checkpoint: give'
-        ' --config.decode.prompts=FILE; or --mode=decode_once, which asks.'
+        '--mode=decode continues the same prompts with each checkpoint. Give'
+        ' --config.decode.prompts=FILE, or use --mode=decode_once, which can'
+        ' ask for prompts.'
       )
     _decode_each(args, others)
     return
@@ -158,11 +159,11 @@ def main(argv: Sequence[str]) -> None:
   ]
   if args.job_log_dir is not None:
     others.insert(0, f'--config.checkpoint_dir={args.job_log_dir}')
-  # Where config flags look for what overrides the config, and messages for how
-  # the program is started: not by its path, from which it finds no package.
+  # Config flags read overrides from argv, and messages show it as the command
+  # to start. It names the module, because the path would not find the package.
   sys.argv = [_PROGRAM, *flags, *others]
-  # The commands that a run prints at its end are made of this one: there each
-  # key of the config must have one flag, so that a new value replaces it.
+  # A run builds the commands that it prints at its end from orig_argv. There,
+  # each key of the config needs a single flag, so that a new value replaces it.
   sys.orig_argv = [
     *(sys.executable, *_PROGRAM.split(), f'--exp={args.exp}'),
     *(['--reduced'] if args.reduced else []),
@@ -183,7 +184,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def _config_flag(args: argparse.Namespace) -> str:
-  """Returns the flag of the config of an experiment's run."""
+  """Returns the `--config` flag of an experiment."""
   return f'--config={_CONFIG}:{args.exp}' + (':reduced' if args.reduced else '')
 
 
@@ -192,7 +193,7 @@ def _sweep(
   args: argparse.Namespace,
   others: Sequence[str],
 ) -> int:
-  """Trains the points of a sweep; returns the exit status."""
+  """Trains the points of a sweep, and returns the exit status."""
   try:
     axes = automl.flags(experiment)
   except errors.UsageError as e:
@@ -202,9 +203,10 @@ def _sweep(
 
 
 def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
-  """Decodes with each checkpoint of a run until it has ended.
+  """Decodes with each checkpoint of a run until the run has ended.
 
-  Each in a process of its own. It may be started before the run is.
+  Each checkpoint is decoded in a separate process. You may start this mode
+  before the run.
   """
   run = store_lib.at(args.job_log_dir)
   manifests = manifests_lib.Manifests(run.below('checkpoints'))
@@ -216,13 +218,13 @@ def _decode_each(args: argparse.Namespace, others: Sequence[str]) -> None:
   ]
   done = set[int]()
   while True:
-    # Asked first: the last checkpoint is there when the run has ended.
+    # Ask this first: if the run has ended, its last checkpoint exists.
     has_ended = bool(notes.read_end(manifests.store))
     new = [s for s in manifests.steps('latest') if s not in done]
     if new:
       done.add(step := new[0])
       ended = subprocess.run([*command, f'--config.decode.step={step}'])
-      # The run may have removed the checkpoint, having newer ones.
+      # The run may have removed the checkpoint in favor of newer ones.
       if ended.returncode and step in manifests.steps('latest'):
         sys.exit(ended.returncode)
     elif has_ended:

@@ -1,4 +1,4 @@
-"""The command line of Pax's documents, and what it becomes here."""
+"""Tests of the command lines of Pax's documents."""
 
 import json
 import os
@@ -16,7 +16,7 @@ EXP = 'tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
 
 @pytest.fixture
 def handed_on(monkeypatch):
-  """Returns a function of a command line: what goes on to the platform."""
+  """Returns a function from a command line to the platform's arguments."""
   monkeypatch.setattr(sys, 'argv', ['main.py'])
   monkeypatch.setattr(sys, 'orig_argv', ['python', 'main.py'])
 
@@ -28,8 +28,8 @@ def handed_on(monkeypatch):
     main.main(argv)
     ((cls, argv),) = found
     assert cls is None
-    assert sys.argv[1:] == argv  # Where config flags look.
-    assert sys.argv[0] == '-m examples.pax.main'  # As messages name it.
+    assert sys.argv[1:] == argv  # Config flags read these.
+    assert sys.argv[0] == '-m examples.pax.main'  # Messages show this name.
     return argv
 
   return run
@@ -111,7 +111,7 @@ def test_a_flag_of_pax_without_effect_here(handed_on, capsys, flag):
 
 
 def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
-  """The variable of Pax's commands for several slices, as they write it."""
+  """The variable is from Pax's commands for several slices."""
   monkeypatch.setenv(
     'LIBTPU_INIT_ARGS',
     '--xla_jf_spmd_threshold_for_windowed_einsum_mib=0'
@@ -148,7 +148,7 @@ def test_flags_that_libtpu_no_longer_has(handed_on, capsys, monkeypatch):
     ),
     (
       ['--exp=ResNet50Pjit', '--mode=decode_once', '--job_log_dir=/tmp/x'],
-      'ResNet50Pjit has none',
+      'ResNet50Pjit does not override `prompting`',
     ),
   ],
 )
@@ -184,7 +184,7 @@ def test_decode_follows_a_run(monkeypatch, tmp_path):
   def run(command):
     step = int(command[-1].removeprefix('--config.decode.step='))
     ran.append((step, command[3:]))
-    if step == 10:  # Meanwhile the run goes on: 20 is gone, 30 and the end.
+    if step == 10:  # The run continues: it removes 20, saves 30, and ends.
       (latest / '20.json').unlink()
       (latest / '30.json').touch()
       (tmp_path / 'checkpoints' / 'ended.json').write_text('{"step": 30}')
@@ -202,7 +202,7 @@ def test_decode_follows_a_run(monkeypatch, tmp_path):
     '--config.decode.step=10',
   ]
 
-  # One that fails ends it, with the same code.
+  # If a decoding fails, the program exits with the same code.
   monkeypatch.setattr(
     subprocess, 'run', lambda command: subprocess.CompletedProcess(command, 3)
   )
@@ -212,7 +212,7 @@ def test_decode_follows_a_run(monkeypatch, tmp_path):
 
 
 def start(*argv):
-  """Runs the program; returns what it said."""
+  """Runs the program, and returns its output."""
   done = subprocess.run(
     [sys.executable, '-m', 'examples.pax.main', *argv],
     env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
@@ -226,7 +226,7 @@ def start(*argv):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # Five starts.
+@pytest.mark.timeout(400)  # Five starts take a while.
 def test_a_run_from_the_command_line(tmp_path):
   run = tmp_path / 'run'
   prompts = tmp_path / 'prompts.txt'
@@ -243,11 +243,11 @@ def test_a_run_from_the_command_line(tmp_path):
   said = start(*flags)
   assert 'avg_xent' in said
   assert 'Trained to step 4 of 4' in said
-  (go_on,) = [x for x in said.splitlines() if x.startswith('Go on:')]
+  (go_on,) = [x for x in said.splitlines() if x.startswith('Continue:')]
   assert f'-m examples.pax.main --exp={flags[0][6:]} --reduced' in go_on
   assert 'MAX_STEPS' not in go_on
   assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
-  assert said.count('vn.vn_scale') == 1  # The task's text.
+  assert said.count('vn.vn_scale') == 1  # The task's text has it.
   written = json.loads((run / 'config.json').read_text())
   constants = written['experiment_kwargs']['config']['constants']
   assert constants['NUM_LAYERS'] == 1

@@ -1,8 +1,8 @@
-"""Names of MaxText as names of Pax.
+"""Translates the settings of MaxText to Pax's constants.
 
-The table is that of docs/sharding.md. Two things differ in more than names:
-MaxText multiplies four of its sizes by `scale`; and it has a number for each
-axis of the mesh, where Pax has a list for each network.
+The table is the one in docs/sharding.md. Two settings differ in more than their
+names: MaxText multiplies four sizes by `scale`, and it has a number for each
+axis of the mesh where Pax has a list for each network.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   """Returns MaxText's settings, such as `base_emb_dim`, under Pax's names.
 
   Raises:
-    UsageError: a name is unknown, or a size is absent that `scale` multiplies.
+    UsageError: A name is unknown, or a size that `scale` multiplies is missing.
   """
   valid = ['scale', *_NAMES.values(), *_MESH]
   errors.check_names(settings, valid, 'name', 'the settings of MaxText')
@@ -46,8 +46,8 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   absent = {_NAMES[pax] for pax in _SCALED} - set(settings)
   if scale != 1 and absent:
     raise errors.UsageError(
-      f'scale is {scale} and multiplies {sorted(absent)} as well, which are'
-      " absent; give them. MaxText's defaults are in its base.yml."
+      f'scale is {scale} and multiplies {sorted(absent)} too, which are'
+      " missing. Give them; MaxText's defaults are in its base.yml."
     )
   pax = {
     name: settings[theirs] * (scale if name in _SCALED else 1)
@@ -56,6 +56,8 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   }
   if set(_MESH) & set(settings):
     sizes = [given[name] for name in _MESH]
-    first = 1 if sizes[0] == sizes[4] == 1 else 0  # Without stages.
+    first = (
+      1 if sizes[0] == sizes[4] == 1 else 0
+    )  # Leave out a stage axis of 1.
     pax |= zip(_SHAPES, (sizes[first:4], sizes[4 + first :]), strict=True)
   return pax

@@ -28,7 +28,7 @@ MAXTEXT = {name: value for _, _, name, value in TABLE} | {'scale': 3}
   ('theirs', 'pax'),
   [
     (MAXTEXT, PAX),
-    ({'head_dim': 64}, {'DIMS_PER_HEAD': 64}),  # Which `scale` leaves.
+    ({'head_dim': 64}, {'DIMS_PER_HEAD': 64}),  # `scale` does not apply.
     *(
       (mesh, {'ICI_MESH_SHAPE': ici, 'DCN_MESH_SHAPE': dcn})
       for mesh, ici, dcn in [
@@ -40,9 +40,9 @@ MAXTEXT = {name: value for _, _, name, value in TABLE} | {'scale': 3}
           {'ici_data_parallelism': 2, 'ici_tensor_parallelism': 4},
           *([2, 1, 4], [1, 1, 1]),
         ),
-        # What the other sizes leave.
+        # -1 means all remaining devices.
         ({'ici_fsdp_parallelism': -1}, [1, -1, 1], [1, 1, 1]),
-        # With stages, as C4SpmdPipelineGpt3SmallAdam64Replicas.
+        # This mesh has stages, as for C4SpmdPipelineGpt3SmallAdam64Replicas.
         (
           {
             'ici_pipeline_parallelism': 4,
@@ -70,7 +70,7 @@ def test_names_are_those_of_the_table(theirs, pax):
     ({'ici_tensr_parallelism': 2}, ["mean 'ici_tensor_parallelism'"]),
     (
       {'scale': 3, 'base_emb_dim': 2048},
-      ['scale is 3', 'base_num_heads', 'base_mlp_dim', 'absent'],
+      ['scale is 3', 'base_num_heads', 'base_mlp_dim', 'missing'],
     ),
   ],
 )

@@ -1,17 +1,17 @@
 """Models: a network, its loss, and its decoding.
 
-A model is a layer that is called with a batch. `compute_predictions` runs the
-network, `compute_loss` computes the loss of the predictions:
+A model is a layer that takes a batch. `compute_predictions` runs the network,
+and `compute_loss` computes the loss of the predictions:
 
     (metrics, per_example), collected = model.apply(
       variables, batch, rng=key, mutable=True
     )
 
-Metrics are pairs (value, weight) of scalars: the weighted mean over the batch,
-and the weight with which it counts in a mean over several. `total_loss` is the
-mean of the cross entropy in nats, and the auxiliary losses of all layers.
+A metric is a pair of scalars: the weighted mean over the batch, and its weight
+in a mean over several batches. `total_loss` is the mean cross entropy in nats,
+plus the auxiliary losses of all layers.
 
-Names of classes, fields and metrics are those of Praxis (Google, 2022).
+Names of classes, fields and metrics follow Praxis (Google, 2022).
 
 Shapes: B batch, L length, T prompt, S source, D embed, V vocab or classes.
 """
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from examples import decoding
+from examples import transformer
 from examples.pax import base_layer
 from examples.pax import hparams
 from examples.pax.layers import embedding_softmax
@@ -44,16 +45,16 @@ WeightedScalars = dict[str, tuple[jax.Array, jax.Array]]
 PerExample = dict[str, jax.Array]
 
 
-# Where a field of a decoder has another name in `decoding.Options`.
+# Fields of a decoder whose names differ in `decoding.Options`.
 _OPTIONS = {'k': 'top_k', 'p': 'top_p'}
 
 
 class DecoderHParams(BaseHParams):
-  """Hyperparameters of all decoders; the subclasses are the methods.
+  """Hyperparameters of all decoders. Each subclass is a decoding method.
 
   Attributes:
-    max_decode_steps: the most tokens of a continuation.
-    eos_id: token, or tokens, with which a continuation ends; None for none.
+    max_decode_steps: Maximum number of tokens of a continuation.
+    eos_id: Token or tokens that end a continuation. If None, no token does.
   """
 
   max_decode_steps: int = 0
@@ -61,10 +62,10 @@ class DecoderHParams(BaseHParams):
   _method = ''
 
   def to_options(self) -> decoding.Options:
-    """Returns what `decoding.decode` takes.
+    """Returns the options for `decoding.decode`.
 
     Raises:
-      ValueError: a value that is no decoder's.
+      ValueError: A value is invalid.
     """
     ids = () if self.eos_id is None else self.eos_id
     fields = {
@@ -80,20 +81,21 @@ class DecoderHParams(BaseHParams):
 
 
 class GreedyDecoderHParams(DecoderHParams):
-  """Takes the likeliest token each time."""
+  """Takes the likeliest token at each step."""
 
   _method = 'greedy'
 
 
 class SampleDecoderHParams(DecoderHParams):
-  """Draws each token.
+  """Draws a random token at each step.
 
   Attributes:
-    num_samples: continuations of each prompt.
-    sort_samples: sort the continuations of a prompt by their scores.
-    temperature: logits are divided by it, after `k` and `p`.
-    k: draw from so many of the likeliest tokens; 0 is all.
-    p: of these from the fewest whose probabilities add up to it; None is all.
+    num_samples: Number of continuations of each prompt.
+    sort_samples: Whether to sort the continuations of a prompt by score.
+    temperature: Divisor of the logits, applied after `k` and `p`.
+    k: Number of likeliest tokens to draw from. If 0, all tokens.
+    p: Draw from the fewest of these tokens whose probabilities sum to `p`. If
+      None, from all of them.
   """
 
   num_samples: int = 1
@@ -105,12 +107,13 @@ class SampleDecoderHParams(DecoderHParams):
 
 
 class BeamSearchHParams(DecoderHParams):
-  """Looks for the likeliest continuation as a whole.
+  """Searches for the likeliest continuation as a whole.
 
   Attributes:
-    beam_size: hypotheses kept for each prompt. Only those that ended with
+    beam_size: Number of hypotheses for each prompt. Only those that ended with
       `eos_id` are returned.
-    length_norm_alpha: see `decoding.length_norm`.
+    length_norm_alpha: Exponent of the length normalization; see
+      `decoding.length_norm`.
   """
 
   beam_size: int = 1
@@ -119,28 +122,28 @@ class BeamSearchHParams(DecoderHParams):
 
 
 class BaseModel(base_layer.BaseLayer, abc.ABC):
-  """A layer that is called with a batch, and says what its loss is."""
+  """A layer that takes a batch and computes its loss."""
 
   @abc.abstractmethod
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Runs the network.
 
     Args:
-      batch: arrays [B, ...].
+      batch: Arrays [B, ...].
 
     Returns:
-      What `compute_loss` needs of it.
+      The predictions, for `compute_loss`.
     """
 
   @abc.abstractmethod
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
-    """Returns metrics, one of them the loss; and what each row gives.
+    """Returns the metrics, including the loss, and the results of each row.
 
     Args:
-      predictions: of `compute_predictions`.
-      batch: arrays [B, ...]. What has weight 0 does not count.
+      predictions: Result of `compute_predictions`.
+      batch: Arrays [B, ...]. Entries with weight 0 are ignored.
     """
 
   def __call__(
@@ -152,7 +155,7 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
   def _with_aux_loss(
     self, avg_xent: jax.Array, weight: jax.Array
   ) -> WeightedScalars:
-    """Returns the metrics of a loss: in all, and its parts."""
+    """Returns the total loss and its parts, as metrics."""
     added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
     if added:
@@ -167,30 +170,30 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
 
 
 def _weights(batch: Mapping[str, Any], labels: jax.Array) -> jax.Array:
-  """Returns what each label counts, float32 of its shape."""
+  """Returns the weight of each label, float32, in the shape of the labels."""
   if inputs.WEIGHTS not in batch:
     return jnp.ones(labels.shape, jnp.float32)
   weights = batch[inputs.WEIGHTS].astype(jnp.float32)
-  missing = (1,) * (labels.ndim - weights.ndim)  # Of rows, and not of tokens.
+  missing = (1,) * (labels.ndim - weights.ndim)  # One weight may be per row.
   return jnp.broadcast_to(
     weights.reshape(weights.shape + missing), labels.shape
   )
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
-  """Returns total / weight; 0 where nothing counts, with the gradient 0."""
+  """Returns total / weight, or 0 with a zero gradient if the weight is 0."""
   return total / jnp.where(weight == 0, jnp.ones_like(weight), weight)
 
 
 class _TokenModel(BaseModel):
-  """One whose predictions are tokens, each by those before it.
+  """A model that predicts each token from the tokens before it.
 
-  A subclass sets `_network` in `setup`, and has `start_decoding(batch,
+  A subclass sets `_network` in `setup` and defines `start_decoding(batch,
   max_decode_steps)`, which returns the network's cache, the prompts [B, T] and
   their lengths [B].
 
   Attributes:
-    decoder_tpl: how `decode` does it, where it is not told.
+    decoder_tpl: Default decoder of `decode`.
   """
 
   decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
@@ -198,7 +201,7 @@ class _TokenModel(BaseModel):
   def _token_loss(
     self, x_BLD: jax.Array, targets: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
-    """Returns the metrics of tokens, and what is known of each row."""
+    """Returns the metrics of the tokens, and the results of each row."""
     labels_BL = targets['labels']
     weights_BL = _weights(targets, labels_BL)
     found = self._network.compute_loss(x_BLD, labels_BL, weights_BL)
@@ -222,7 +225,7 @@ class _TokenModel(BaseModel):
   def extend_step(
     self, tokens_BL: jax.Array, cache: Any, start_B: jax.Array
   ) -> tuple[jax.Array, Any]:
-    """Returns the logits [B, L, V] of further tokens, and the cache."""
+    """Returns the logits [B, L, V] of the next tokens, and the cache."""
     return self._network.extend_step(tokens_BL, cache, start_B)
 
   def decode(
@@ -232,16 +235,18 @@ class _TokenModel(BaseModel):
     rng: jax.Array | None = None,
     options: DecoderHParams | decoding.Options | None = None,
   ) -> decoding.Decoded:
-    """Continues the prompts of a batch; from outside, as `apply`; pure.
+    """Continues the prompts of a batch.
+
+    This is a pure function to call from outside of a run, like `apply`.
 
     Args:
-      variables: as `init` returns them.
-      batch: what `start_decoding` takes.
-      rng: a key, where tokens are drawn.
-      options: how; None is `decoder_tpl`.
+      variables: Variables, as `init` returns them.
+      batch: Prompts, as for `start_decoding`.
+      rng: Random key. Required if tokens are drawn.
+      options: Decoder. If None, `decoder_tpl`.
 
     Returns:
-      See `decoding.Decoded`.
+      A `decoding.Decoded`.
     """
     if options is None:
       options = self.hparams.decoder_tpl
@@ -266,14 +271,14 @@ class _TokenModel(BaseModel):
 
 
 class LanguageModel(_TokenModel):
-  """A model of a stream of tokens, such as `transformers.TransformerLm`.
+  """A model of a stream of tokens.
 
-  A batch has `ids`, `labels` and `weights`, [B, L] (or [B] weights), and, for a
-  network with `packed_input`, `segment_ids` and `segment_pos`, for another one
-  perhaps `paddings`.
+  A batch has `ids`, `labels` and `weights`, [B, L]; the weights may be [B]. For
+  a network with `packed_input`, it has `segment_ids` and `segment_pos` too. For
+  other networks, `paddings` is optional.
 
   Attributes:
-    lm_tpl: the network.
+    lm_tpl: Template of the network.
   """
 
   lm_tpl: Any = template_field(transformers.TransformerLm)
@@ -284,7 +289,7 @@ class LanguageModel(_TokenModel):
     self._network = self.lm
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `hidden` [B, L, D], what the output layer is given."""
+    """Returns `hidden`, the input of the output layer, [B, L, D]."""
     p, names = self.lm.hparams, []
     if p.packed_input:
       names = ['segment_ids', 'segment_pos']
@@ -295,7 +300,7 @@ class LanguageModel(_TokenModel):
     if missing := set(names) - set(batch):
       raise ValueError(
         f'{self.module_name}: the batch lacks {sorted(missing)}; it has'
-        f' {sorted(batch)}. packed_input=True needs packed data.'
+        f' {sorted(batch)}. packed_input=True requires packed data.'
       )
     segments = {name: batch[name] for name in names}
     return {'hidden': self.lm.hidden(batch['ids'], **segments)}
@@ -303,13 +308,15 @@ class LanguageModel(_TokenModel):
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
-    """Returns metrics of the tokens, and what each row gives.
+    """Returns the metrics of the tokens, and the results of each row.
 
     Returns:
-      `total_loss`, which is `avg_xent` and `aux_loss` together; `avg_xent` and
-      `log_pplx`, nats a token; `fraction_of_correct_next_step_preds`; and
-      `num_predictions`, the tokens' weights summed. And of each row `labels`
-      and `per_token_xent`, [B, L], and `scores` [B], its log probability.
+      A dict of metrics: `total_loss`, the sum of `avg_xent` and `aux_loss`;
+      `avg_xent` and `log_pplx`, both in nats per token;
+      `fraction_of_correct_next_step_preds`; and `num_predictions`, the sum of
+      the tokens' weights. A dict of each row's results: `labels` and
+      `per_token_xent`, [B, L], and `scores`, the log probability of the row,
+      [B].
     """
     return self._token_loss(predictions['hidden'], batch)
 
@@ -319,9 +326,9 @@ class LanguageModel(_TokenModel):
     """Returns a cache, the prompts [B, T] and their lengths [B].
 
     Args:
-      batch: `ids` int32 [B, T], padded on the right, and `lengths` int32 [B],
-        of at least 1.
-      max_decode_steps: for how many further tokens there must be room.
+      batch: `ids`, int32 [B, T], padded on the right, and `lengths`, int32 [B],
+        at least 1.
+      max_decode_steps: Number of further tokens that the cache can hold.
     """
     prompts_BT = batch['ids']
     rows, length = prompts_BT.shape
@@ -330,17 +337,16 @@ class LanguageModel(_TokenModel):
 
 
 class SequenceModel(_TokenModel):
-  """A model of a target by a source, such as an encoder and a decoder.
+  """A model of a target sequence given a source, such as an encoder-decoder.
 
-  Its network is like `transformers.TransformerEncoderDecoder`.
-
-  A batch has `src`, with `ids` and `paddings` [B, S] (1 for padding),
-  and `tgt`, with `ids`, `labels` and `weights` [B, L]; without these, the
-  batch's own `weights` count. A run that accumulates gradients weighs parts of
-  a batch by its own: with those of `tgt` there too, that is exact.
+  A batch has two entries: `src` with `ids` and `paddings` [B, S] (1 for
+  padding), and `tgt` with `ids`, `labels` and `weights` [B, L]. If `tgt` has no
+  `weights`, the `weights` of the batch are used. A run that accumulates
+  gradients weights the parts of a batch by the `weights` of the batch, so for
+  exact results put the target's weights there too.
 
   Attributes:
-    model_tpl: the network.
+    model_tpl: Template of the network.
   """
 
   model_tpl: Any = template_field(transformers.TransformerEncoderDecoder)
@@ -351,7 +357,7 @@ class SequenceModel(_TokenModel):
     self._network = self.model
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `hidden` [B, L, D], what the output layer is given."""
+    """Returns `hidden`, the input of the output layer, [B, L, D]."""
     source, target = batch['src'], batch['tgt']
     return {
       'hidden': self.model.hidden(
@@ -362,22 +368,23 @@ class SequenceModel(_TokenModel):
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
-    """Returns metrics of the target's tokens; see `LanguageModel`."""
+    """Returns the metrics of the target's tokens; see `LanguageModel`."""
     target = dict(batch['tgt'])
     if inputs.WEIGHTS not in target and inputs.WEIGHTS in batch:
-      # So the rows that only fill up a batch do not count.
+      # These weights exclude the rows that pad a batch.
       target[inputs.WEIGHTS] = batch[inputs.WEIGHTS]
     return self._token_loss(predictions['hidden'], target)
 
   def start_decoding(
     self, batch: Mapping[str, Any], max_decode_steps: int
   ) -> tuple[Any, jax.Array, jax.Array]:
-    """Returns the encoded source as a cache, prompts [B, T], lengths [B].
+    """Returns a cache, the target's prompts [B, T] and their lengths [B].
 
     Args:
-      batch: `src` as in training; `tgt` with `ids` int32 [B, T], padded on the
-        right, how the target begins, and `lengths` int32 [B], at least 1.
-      max_decode_steps: for how many further tokens there must be room.
+      batch: `src` as in training, and `tgt` with the beginning of the target:
+        `ids`, int32 [B, T], padded on the right, and `lengths`, int32 [B], at
+        least 1.
+      max_decode_steps: Number of further tokens that the cache can hold.
     """
     source, target = batch['src'], batch['tgt']
     encoded_BSD = self.model.encode(source['ids'], source['paddings'])
@@ -387,14 +394,15 @@ class SequenceModel(_TokenModel):
 
 
 class ClassificationModel(BaseModel):
-  """A model of one label a row, such as of images.
+  """A model of one label per row, for example of images.
 
   Attributes:
-    network_tpl: from the input to features [B, D].
-    softmax_tpl: from these to logits, such as `FullSoftmax.HParams`.
-    input_field: the entry of the batch that the network is given.
-    label_field: the entry with the labels, integers [B]; or, as Pax's
-      `label_probs`, the probability of each label, [B, V].
+    network_tpl: Template of the network, from the input to features [B, D].
+    softmax_tpl: Template of the output layer, from features to logits, such as
+      `FullSoftmax.HParams`.
+    input_field: Entry of the batch with the network's input.
+    label_field: Entry with the labels, integers [B]; or, like Pax's
+      `label_probs`, with the probability of each label, [B, V].
   """
 
   network_tpl: Any = template_field(resnets.ResNet)
@@ -415,13 +423,14 @@ class ClassificationModel(BaseModel):
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
   ) -> tuple[WeightedScalars, PerExample]:
-    """Returns metrics of the labels, and what each row gives.
+    """Returns the metrics of the labels, and the results of each row.
 
     Returns:
-      `total_loss`, which is `avg_xent` and `aux_loss` together; `avg_xent` in
-      nats; `accuracy`, and `error` without it; `acc5`, how often the label was
-      among the five likeliest; and `num_predictions`, the weights summed. And
-      of each row `labels`, `xent` and `correct`, [B].
+      A dict of metrics: `total_loss`, the sum of `avg_xent` and `aux_loss`;
+      `avg_xent` in nats; `accuracy`; `error`, 1 minus the accuracy; `acc5`, how
+      often the label is among the five likeliest; and `num_predictions`, the
+      sum of the weights. A dict of each row's results: `labels`, `xent` and
+      `correct`, [B].
     """
     logits_BV = predictions['logits']
     labels = labels_B = batch[self.hparams.label_field]
@@ -431,10 +440,10 @@ class ClassificationModel(BaseModel):
     weight = weights_B.sum()
 
     def mean(values_B: jax.Array) -> jax.Array:
-      # What has no weight may be NaN.
+      # Values with weight 0 may be NaN.
       return _mean(metrics_lib.Mean.of(values_B, weights_B).total, weight)
 
-    xent_B = self.softmax.xent(logits_BV, labels, weights_B)
+    xent_B = transformer.cross_entropy(logits_BV, labels)
     _, best_BN = jax.lax.top_k(logits_BV, min(5, logits_BV.shape[1]))
     hits_BN = (best_BN == labels_B[:, None]).astype(jnp.float32)
     correct_B = hits_BN[:, 0]

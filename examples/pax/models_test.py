@@ -1,4 +1,4 @@
-"""Tests of the models: metrics against NumPy, decoding against no cache."""
+"""Tests of metrics against NumPy, and of decoding against a cacheless loop."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ from examples.pax.layers import transformers
 
 KEY = jax.random.key(0)
 VOCAB = 11
-# An output layer of its own: a tied one goes on with the same token for ever.
+# The output layer is separate, because a tied one repeats the same token.
 SIZES = {
   'vocab_size': VOCAB,
   'model_dims': 16,
@@ -42,10 +42,10 @@ STACK = transformers.StackedTransformer.HParams(
 
 
 class Table(base_layer.BaseLayer):
-  """Predicts a token by the one before it: the smallest language model."""
+  """The smallest language model, which predicts from one token."""
 
   class HParams(base_layer.BaseLayer.HParams):
-    """Attributes: packed_input: whether it wants segments."""
+    """Attributes: packed_input: Whether it needs segments."""
 
     packed_input: bool = False
 
@@ -92,7 +92,7 @@ def tokens(seed, *shape):
 def random_variables(model):
   """Returns variables whose predictions are far from uniform.
 
-  To compile what `init` draws would take longer than all else.
+  Compiling `init` would take longer than the rest of a test.
   """
   rng = np.random.default_rng(0)
 
@@ -110,7 +110,7 @@ def log_softmax(logits):
 
 
 def expected_metrics(logits, labels, weights):
-  """The definitions, in float64."""
+  """Computes the metrics from their definitions, in float64."""
   logp = log_softmax(logits)
   labels, weights = np.asarray(labels), np.float64(weights)
   nats = -np.take_along_axis(logp, labels[..., None], axis=-1)[..., 0]
@@ -171,11 +171,11 @@ def test_language_model_metrics():
   softmax = variables['params']['language_model/lm/softmax']
   table, bias = (np.float64(softmax[name]) for name in ('emb_var', 'bias'))
   logits = table[np.asarray(batch['ids'])] @ table.T + bias
-  # Half of the weight of a token, and a padding row.
+  # One token has weight 0.5, and one row is padding.
   check_token_metrics(
     metrics, per_example, logits, batch['labels'], batch['weights'], aux=0.875
   )
-  # Where nothing counts there is no NaN.
+  # If all weights are 0, there is no NaN.
   nothing = batch | {'weights': jnp.zeros_like(batch['weights'])}
   (_, (metrics, _)), grads = loss(variables, nothing)
   assert metrics['avg_xent'] == (0, 0)
@@ -226,7 +226,7 @@ def test_packed_input_is_handed_on():
 
 
 def continue_without_cache(next_logits, prompts, steps, stop):
-  """Takes the likeliest token each time, of each prompt by itself."""
+  """Decodes each prompt greedily by itself."""
   found = []
   for row, prompt in enumerate(prompts):
     new, score = [], 0.0
@@ -268,7 +268,7 @@ def test_language_model_decodes():
   def next_logits(row, prefix):
     del row
     ids = np.zeros([1, LENGTH], np.int32)
-    ids[0, : len(prefix)] = prefix  # It sees no later one.
+    ids[0, : len(prefix)] = prefix  # Tokens do not see later ones.
     return forward(ids)[0, len(prefix) - 1]
 
   steps = LENGTH - max(map(len, PROMPTS))
@@ -277,7 +277,7 @@ def test_language_model_decodes():
   expected = continue_without_cache(next_logits, PROMPTS, steps, stop)
   assert 1 < len(expected[0][0]) < steps
   assert len({tuple(new) for new, _ in expected}) == len(PROMPTS)
-  # The model's own decoder.
+  # The default decoder is the model's.
   greedy = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=stop)
   own = model.hparams.clone().set(decoder_tpl=greedy).Instantiate()
   check_decoded(jax.jit(own.decode)(variables, padded(PROMPTS)), expected)
@@ -313,7 +313,7 @@ def test_sequence_model_is_evaluated_and_decodes():
   other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
   assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
 
-  # Nor does a padding row.
+  # A padding row does not count either.
   batch = {'tgt': {'labels': target['labels']}, 'weights': jnp.float32([0, 1])}
   x = jnp.ones([2, LENGTH, softmax['w'].shape[0]])
   found, _ = jax.jit(
@@ -416,17 +416,17 @@ def test_classification_metrics():
     rel=1e-4,
   )
   np.testing.assert_allclose(per_example['xent'], nats, rtol=1e-3, atol=1e-4)
-  # Not even if nothing is known of them.
+  # Rows with weight 0 may even be NaN.
   unknown = jnp.where((weights == 0)[:, None], jnp.nan, batch['x'])
   again, _ = run(variables, batch | {'x': unknown, 'weights': weights})
   assert {name: float(value) for name, (value, _) in again.items()} == values
-  # Probabilities may take the place of labels, as Pax's `label_probs`.
+  # Labels may be probabilities, like Pax's `label_probs`.
   probs = jax.nn.one_hot(batch['y'], 7)
   again, _ = run(variables, batch | {'y': probs, 'weights': weights})
   assert {name: float(value) for name, (value, _) in again.items()} == (
     pytest.approx(values, rel=1e-6)
   )
-  # Without weights all count alike.
+  # If there are no weights, all rows count equally.
   metrics, _ = run(variables, batch)
   assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)
 
@@ -441,7 +441,7 @@ def test_acc5_of_fewer_classes_is_1():
 def test_a_model_needs_its_network():
   with pytest.raises(TypeError, match='HParams of a layer; got None'):
     models.LanguageModel.HParams(lm_tpl=None).Instantiate().init(KEY)
-  # Its own, as in Praxis, has no sizes yet.
+  # The default network has no sizes, as in Praxis.
   with pytest.raises(ValueError, match=r'softmax/emb_var.* still 0'):
     models.LanguageModel.HParams().Instantiate().init(KEY)
   assert issubclass(models.BaseModel, base_layer.BaseLayer)
@@ -452,7 +452,7 @@ def _value(seed, *shape):
   return jnp.float32(flat.reshape(shape))
 
 
-# Two documents in the first row; the second has padding.
+# The first row has two documents, and the second has padding.
 TYPED_BATCH = {
   'ids': jnp.int32([[0, 3, 5, 0, 2, 6], [1, 2, 4, 4, 0, 0]]),
   'labels': jnp.int32([[3, 5, 1, 2, 6, 1], [2, 4, 4, 1, 0, 0]]),
@@ -461,7 +461,7 @@ TYPED_BATCH = {
   'segment_ids': jnp.int32([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
   'segment_pos': jnp.int32([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]]),
 }
-# The same with padding in between as well.
+# The same batch with padding in between.
 PADDED_BATCH = TYPED_BATCH | {
   'paddings': jnp.float32([[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]),
   'weights': jnp.float32([[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]),
@@ -503,10 +503,10 @@ def small_model(packed, stages=0, layers=1, **fields):
   """Returns a small language model and its variables.
 
   Args:
-    packed: whether its rows are packed.
-    stages: of a pipeline; 0 is none, and the layers are unrolled.
-    layers: how many.
-    **fields: of the model.
+    packed: Whether its rows are packed.
+    stages: Stages of a pipeline. If 0, the layers are unrolled.
+    layers: Number of layers.
+    **fields: Other fields of the model.
   """
   stack = transformers.StackedTransformer.HParams(
     num_layers=1 if stages else layers,
@@ -575,12 +575,12 @@ def small_model(packed, stages=0, layers=1, **fields):
 def test_narrow_types_and_pipelines_are_those_of_praxis(
   dtype, stages, layers, xent, scores, norm
 ):
-  """Of layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
+  """layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
 
-  As below, causal and packed, of several StackedTransformer layers (`stages` 0)
-  or a PipelinedTransformer of as many stages of one layer, with
-  num_pipeline_microbatches=2 and circular_repeat layers / stages; in training.
-  In bfloat16 the weights and the floats of the batch are cast, as Paxml does.
+  The model is the one below, causal and packed, in training. It has several
+  StackedTransformer layers (`stages` 0), or a PipelinedTransformer with
+  `stages` stages of one layer, num_pipeline_microbatches=2 and circular_repeat
+  layers / stages. For bfloat16, Paxml's cast of weights and batch was applied.
   """
   model, variables = small_model(
     True, stages, layers, fprop_dtype=jnp.dtype(dtype)
@@ -592,14 +592,14 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
 
   program = jax.jit(jax.value_and_grad(loss, has_aux=True))
   (_, (metrics, per_example)), grads = program(variables['params'])
-  # In float32 the numbers are within the tolerance of bfloat16.
+  # The tolerance for bfloat16 would hide a computation in float32.
   hidden = jax.eval_shape(
     functools.partial(model.apply, method='compute_predictions'),
     variables,
     TYPED_BATCH,
   )['hidden']
   assert hidden.dtype == dtype
-  # A number in bfloat16 is rounded by up to 4e-3, elsewhere than in Praxis.
+  # Rounding to bfloat16 changes a number by up to 4e-3, and differs in Praxis.
   close = functools.partial(
     np.testing.assert_allclose, rtol=1e-5 if dtype == 'float32' else 3e-3
   )
@@ -616,11 +616,11 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
   ],
 )
 def test_language_models_are_those_of_praxis(packed, xent, scores, padded):
-  """Of layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
+  """layers.LanguageModel of praxis 1.4.0, jax 0.4.26, Python 3.10.
 
   One StackedTransformer layer, model_dims=4, hidden_dims=8, num_heads=2,
-  dim_per_head=2, vocab_size=7, sinusoidal positions, float32, in evaluation;
-  the weights and the batch are those above.
+  dim_per_head=2, vocab_size=7, sinusoidal positions, float32, in evaluation,
+  with the weights and the batch above.
   """
   model, variables = small_model(packed)
   run = jax.jit(functools.partial(model.apply, do_eval=True))
@@ -628,6 +628,6 @@ def test_language_models_are_those_of_praxis(packed, xent, scores, padded):
   # Float32 rounds otherwise on other processors.
   np.testing.assert_allclose(metrics['avg_xent'][0], xent, rtol=1e-5)
   np.testing.assert_allclose(per_example['scores'], scores, rtol=1e-5)
-  # Padding is seen in packed rows, where it is of a document, and nowhere else.
+  # Tokens see padding only in packed rows, where it belongs to a document.
   metrics, _ = run(variables, PADDED_BATCH)
   np.testing.assert_allclose(metrics['avg_xent'][0], padded, rtol=1e-5)

@@ -1,17 +1,17 @@
-"""Optimizers of Optax, with the hyperparameters of Praxis.
+"""Optax optimizers with the hyperparameters of Praxis.
 
-This module adds what Pax defines otherwise: the cap of an update's root mean
-square, weight decay that follows the learning rate, and stacked weights of
-several layers, of which each layer is a tensor of its own.
+This module adds the features in which Pax differs from Optax: it caps an
+update's root mean square, the weight decay follows the learning rate, and each
+layer of a stacked weight is treated as a separate tensor.
 
-Weights are a tree of dicts, and a weight's name is its path, as in
-'lm/transformer/ff/w'. A regular expression matches a name from its start
+Weights are a tree of dicts. A weight's name is its path, such as
+'lm/transformer/ff/w'. Regular expressions match from the start of a name
 (`re.match`).
 
-Optax relies on the promotion of dtypes: if that is strict, call `update` under
+Optax relies on dtype promotion. If promotion is strict, call `update` under
 `jax.numpy_dtype_promotion('standard')`, as jaxline's step does.
 
-Names, fields and values are those of Praxis (Google, 2022).
+Names, fields and values follow Praxis (Google, 2022).
 """
 
 import abc
@@ -31,19 +31,19 @@ from jaxline.base import keys
 __getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 
 Regexes = str | Sequence[str]
-# How many axes of repeated layers the weight of a name has before its own.
+# Maps a weight's name to its number of leading axes of repeated layers.
 NumStacked = Callable[[str], int]
-# Whether the weight of a name has neither L2 nor `decoupled_weight_decay`.
+# Tells from its name if a weight has neither L2 nor `decoupled_weight_decay`.
 SkipsLp = Callable[[str], bool]
-# Fields of an optimizer that its learner follows.
+# Fields of an optimizer that the learner applies.
 CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
 _NOT_NEGATIVE = keys.optional(keys.number(min=0))
-# To be chained.
+# Steps of an `optax.chain`.
 Transformations = list[optax.GradientTransformation]
 
 
 def not_stacked(name: str) -> int:
-  """Says of every weight that it is one layer's."""
+  """Returns 0: the weight is not stacked."""
   del name
   return 0
 
@@ -60,19 +60,19 @@ def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def weight_names(tree: Any) -> list[str]:
-  """Returns the names of the weights of a tree."""
+  """Returns the names of all weights in a tree."""
   return jax.tree.leaves(map_with_names(lambda name, _: name, tree))
 
 
 class Pattern:
-  """Regular expressions for names of weights."""
+  """A set of regular expressions that selects weights by name."""
 
   def __init__(self, field: str, regexes: Regexes):
-    """Compiles them.
+    """Compiles the expressions.
 
     Args:
-      field: where they stand, for messages.
-      regexes: one, or several, one of which must fit.
+      field: Name of the field that holds them, for messages.
+      regexes: One or several expressions. A name must match one of them.
     """
     self.field = field
     regexes = [regexes] if isinstance(regexes, str) else list(regexes)
@@ -82,24 +82,25 @@ class Pattern:
         self.regexes.append(re.compile(regex))
       except re.error as e:
         raise ValueError(
-          f'{field} has {regex!r}, which is no regular expression: {e}.'
+          f'{field} has {regex!r}, which is not a valid regular expression:'
+          f' {e}.'
         ) from e
 
   def __bool__(self) -> bool:
     return bool(self.regexes)
 
   def fits(self, name: str) -> bool:
-    """Whether one of them fits a name from its start on."""
+    """Whether one of the expressions matches the start of a name."""
     return any(regex.match(name) for regex in self.regexes)
 
   def check(self, names: Iterable[str]) -> None:
-    """Refuses an expression that fits none of the names."""
+    """Raises a ValueError if an expression matches none of the names."""
     names = list(names)
     for regex in self.regexes:
       if not any(regex.match(name) for name in names):
         near = hparams_lib.nearest_names(regex.pattern, names)
         raise ValueError(
-          f'{self.field} has {regex.pattern!r}, which fits the start of no'
+          f'{self.field} has {regex.pattern!r}, which matches the start of no'
           f" weight's name. The nearest of the {len(names)} names are"
           f' {near}.'
         )
@@ -109,13 +110,13 @@ def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
   """Returns the exponential moving average of weights after a step.
 
   As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), so
-  that the average soon forgets the initial weights. Integers are not averaged.
+  the average soon forgets the initial weights. Integers are not averaged.
 
   Args:
-    ema: the average so far, at step 0 the initial weights; a tree.
-    params: the new values, a tree of the same structure.
-    step: how many updates `ema` has had, an int32 scalar.
-    decay: more than 0 and less than 1.
+    ema: Tree of the averages so far. At step 0, the initial weights.
+    params: Tree of the new values.
+    step: Number of updates of `ema` so far, an int32 scalar.
+    decay: Decay, between 0 and 1.
   """
   step = jnp.asarray(step).astype(jnp.float32)
   new = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
@@ -129,28 +130,31 @@ def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
 
 
 class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
-  """Turns gradients into what is added to the weights.
+  """Converts gradients to updates, which are added to the weights.
 
-  0 or None leaves a thing out.
+  A field that is 0 or None switches its feature off.
 
   Attributes:
-    learning_rate: what the schedule multiplies; must be set.
-    lr_schedule: multiplier of the learning rate, by step.
-    l2_regularizer_weight: this times the weight is added to its gradient,
-      once that is clipped.
-    skip_lp_1d_vectors: not for weights of one axis (or none), such as biases.
-    decoupled_weight_decay: learning rate times this times the weight is taken
-      off the weight (Loshchilov and Hutter, 2019).
-    weight_decay_exclusion: weights that have neither L2 nor decay.
-    clip_gradient_norm_to_value: the most that the norm of all gradients may
-      be; the learner scales them down.
-    clip_gradient_single_norm_to_value: the same for each gradient by itself.
-      Layers in one stack have one gradient, and so one norm.
-    ema_decay: of the moving average of weights; see `ema_update`.
-    excluded: `weight_decay_exclusion`, of which each must fit a weight.
+    learning_rate: Base learning rate, which the schedule multiplies. Required.
+    lr_schedule: Multiplier of the learning rate by step.
+    l2_regularizer_weight: L2 coefficient. The product of it and the weight is
+      added to the clipped gradient.
+    skip_lp_1d_vectors: Whether L2 skips weights with at most one axis, such as
+      biases.
+    decoupled_weight_decay: Weight decay coefficient. Each step subtracts the
+      learning rate times this times the weight (Loshchilov and Hutter, 2019).
+    weight_decay_exclusion: Regular expressions for the names of weights without
+      L2 and decay.
+    clip_gradient_norm_to_value: Maximum norm of all gradients together. The
+      learner clips.
+    clip_gradient_single_norm_to_value: Maximum norm of each gradient. A stack
+      of layers counts as one gradient.
+    ema_decay: Decay of the moving average of weights; see `ema_update`.
+    excluded: `weight_decay_exclusion`, compiled. Each expression must match a
+      weight.
   """
 
-  # Decays that follow the learning rate.
+  # Fields with a weight decay that follows the learning rate.
   _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
   _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _PARTS = {'lr_schedule': schedules.BaseSchedule}
@@ -181,7 +185,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     )
 
   def get_learning_rate(self, step: Any) -> jax.Array:
-    """Returns the learning rate of a step, a float32 scalar."""
+    """Returns the learning rate at a step, a float32 scalar."""
     return self.hparams.learning_rate * self.lr_schedule.value_at(step)
 
   def make(
@@ -189,16 +193,16 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     num_stacked: NumStacked = not_stacked,
     skips_lp: SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
-    """Returns the optimizer, without what its learner does: clip and skip.
+    """Returns the transformation, without the learner's clipping and skipping.
 
     Args:
-      num_stacked: says of a weight's name how many axes of layers it has before
-        its own. Each layer is a tensor of its own, as in Praxis, where the
-        optimizer is mapped over these axes: its update's root mean square is
-        capped by itself, and a stack of vectors is vectors.
-      skips_lp: says of a weight's name whether it has neither L2 nor
-        `decoupled_weight_decay`, but `Adam.weight_decay`: as in Praxis those of
-        the collection SKIP_LP_REGULARIZATION.
+      num_stacked: Maps a weight's name to its number of leading axes of layers.
+        Each layer is a separate tensor, as in Praxis, which maps the optimizer
+        over these axes: the root mean square of its update is capped
+        separately, and a stack of vectors counts as vectors.
+      skips_lp: Tells from its name if a weight has neither L2 nor
+        `decoupled_weight_decay`. `Adam.weight_decay` still applies. In Praxis,
+        these are the weights of the collection SKIP_LP_REGULARIZATION.
     """
     p = self.hparams
     weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
@@ -233,25 +237,25 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
   @abc.abstractmethod
   def _directions(self, num_stacked: NumStacked) -> Transformations:
-    """From gradients to what the learning rate multiplies."""
+    """Returns the steps before the multiplication by the learning rate."""
 
 
 class Sgd(BaseOptimizer):
-  """Stochastic gradient descent, with momentum where it is set.
+  """Stochastic gradient descent, optionally with momentum.
 
-  Momentum is a sum and no mean: m <- momentum m + g; Nesterov's takes
-  g + momentum m (Sutskever et al., 2013). `optax.trace`.
+  Momentum is a decaying sum rather than a mean: m <- momentum m + g. Nesterov's
+  variant uses g + momentum m (Sutskever et al., 2013). See `optax.trace`.
 
   Attributes:
-    momentum: decay of the sum of gradients; None is no sum.
-    nesterov: look ahead.
+    momentum: Decay of the sum of gradients. If None, there is no momentum.
+    nesterov: Whether to use Nesterov momentum.
   """
 
   momentum: float | None = None
   nesterov: bool = False
 
   _RULES = {
-    'a momentum, such as 0.9, where nesterov is True': (
+    'a momentum, such as 0.9, if nesterov is True': (
       lambda p: p.momentum is not None or not p.nesterov
     )
   }
@@ -264,20 +268,20 @@ class Sgd(BaseOptimizer):
 class Adam(BaseOptimizer):
   """Adam (Kingma and Ba, 2015) as Pax defines it.
 
-  u = m / (sqrt(v + epsilon_root) + epsilon), with moments corrected for their
-  start at 0; then u is divided by max(1, rms(u) / clip_threshold), where rms is
-  over the weight, or over each layer of a stack; then the weight decay; then
-  the learning rate.
+  The direction is u = m / (sqrt(v + epsilon_root) + epsilon), with
+  bias-corrected moments. It is divided by max(1, rms(u) / clip_threshold),
+  where rms is over the weight, or over each layer of a stack. Then weight decay
+  is added, and the sum is multiplied by the learning rate.
 
   Attributes:
-    beta1: decay of the first moment.
-    beta2: decay of the second moment.
-    epsilon: added to the root.
-    epsilon_root: added under the root.
-    clip_threshold: the most that an update's root mean square may be, before
-      weight decay and learning rate; 0 is no limit.
-    weight_decay: the same as `decoupled_weight_decay`, but for all weights,
-      those of the collection SKIP_LP_REGULARIZATION included.
+    beta1: Decay of the first moment.
+    beta2: Decay of the second moment.
+    epsilon: Small constant, added to the root.
+    epsilon_root: Small constant, added under the root.
+    clip_threshold: Maximum root mean square of an update, before weight decay
+      and learning rate. If 0, there is no limit.
+    weight_decay: Like `decoupled_weight_decay`, but for all weights, including
+      the collection SKIP_LP_REGULARIZATION.
   """
 
   _DECAYS = ('weight_decay', 'decoupled_weight_decay')
@@ -300,14 +304,14 @@ class Adam(BaseOptimizer):
 
 
 class OptaxOptimizer(BaseOptimizer):
-  """Any optimizer of Optax, such as `optax.lion(1e-4)`.
+  """Any Optax optimizer, such as `optax.lion(1e-4)`.
 
-  It gets whole weights: a stack of layers is one tensor to it.
+  The optimizer sees a stack of layers as one tensor.
 
   Attributes:
-    learning_rate: multiplies the updates of `grad_tx`.
-    grad_tx: turns gradients into what is added to the weights. It may have a
-      learning rate of its own.
+    learning_rate: Multiplier of the updates of `grad_tx`.
+    grad_tx: Transformation from gradients to updates, which may include a
+      learning rate.
   """
 
   learning_rate: float = 1.0
@@ -322,7 +326,7 @@ class OptaxOptimizer(BaseOptimizer):
 
 
 def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
-  """Root mean square of a tensor, or of each of a stack; keeps the axes."""
+  """Returns the root mean square of each layer's tensor, with kept axes."""
   axes = tuple(range(num_stacked, x.ndim))
   return jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
 
@@ -330,7 +334,7 @@ def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
 def _cap_rms(
   threshold: float, num_stacked: NumStacked
 ) -> optax.GradientTransformation:
-  """Scales a tensor down to a root mean square of at most `threshold`."""
+  """Scales each tensor down to a root mean square of at most `threshold`."""
 
   def cap(name: str, x: jax.Array) -> jax.Array:
     return x / jnp.maximum(_rms(x, num_stacked(name)) / threshold, 1.0)

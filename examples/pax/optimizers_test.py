@@ -1,7 +1,7 @@
 """Tests of optimizers against float64 NumPy written from their formulas.
 
-Weights are of one layer, of no layer, or stacks of layers; the formulas know
-only layers, one after the other.
+Weights belong to one layer, no layer, or a stack of layers. The formulas know
+only single layers.
 """
 
 import jax
@@ -24,7 +24,7 @@ _SHAPES = {
 _SCHEDULE = schedules.LinearRampupPiecewiseConstant.HParams(
   boundaries=(2, 4), values=(1.0, 0.1)
 )
-_FACTORS = (0.0, 0.5, 1.0, 1.0, 0.1)  # Of the steps.
+_FACTORS = (0.0, 0.5, 1.0, 1.0, 0.1)  # One for each step.
 
 
 def _num_stacked(name):
@@ -44,7 +44,7 @@ def _train(tx, weights, grads):
 
   @jax.jit
   def step(weights, state, grad):
-    # As jaxline's step does: Optax relies on promotion.
+    # jaxline's step does this too, because Optax relies on promotion.
     with jax.numpy_dtype_promotion('standard'):
       updates, state = tx.update(grad, state, weights)
     return optax.apply_updates(weights, updates), state
@@ -57,9 +57,9 @@ def _train(tx, weights, grads):
 
 
 def _expect(step, weights, grads, num_stacked=_num_stacked):
-  """Returns the same of `step(name, w, g, n, memory) -> w` by layer, float64.
+  """Like `_train`, with `step(name, w, g, n, memory) -> w` by layer, float64.
 
-  `n` is 1 at the first step; `memory` is a dict that is kept.
+  `n` is 1 at the first step. `memory` is a dict that persists between steps.
   """
   weights = jax.tree.map(np.float64, weights)
   memory, found = {}, []
@@ -91,7 +91,7 @@ def _compare(
 ):
   rng = np.random.default_rng(0)
   weights = _tree(rng, shapes)
-  # They shrink, so that updates are of very different sizes.
+  # Gradients shrink, so that updates have very different sizes.
   grads = [_tree(rng, shapes, 10.0**-i) for i in range(num_steps)]
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6),
@@ -150,7 +150,7 @@ def test_adam_without_a_cap_is_optax():
 
 @pytest.mark.parametrize('nesterov', [False, True])
 def test_gradient_descent_with_momentum_and_l2(nesterov):
-  """As for ResNet: L2 is not for vectors, and a stack of vectors is vectors."""
+  """As for ResNet, L2 skips vectors, including those in a stack."""
   optimizer = optimizers.Sgd.HParams(
     learning_rate=0.2,
     lr_schedule=_SCHEDULE,
@@ -185,7 +185,7 @@ def test_gradient_descent_with_l2_of_all_but_some():
 
 
 def test_an_optimizer_of_optax():
-  """Its updates are added, times the learning rate; decay is ours."""
+  """Its updates are scaled by the learning rate. This module adds decay."""
   optimizer = optimizers.OptaxOptimizer.HParams(
     grad_tx=optax.sgd(0.5), lr_schedule=_SCHEDULE, decoupled_weight_decay=0.1
   ).Instantiate()
@@ -223,7 +223,7 @@ def test_moving_average_of_weights():
       {'lr_schedule': optimizers.Sgd.HParams(learning_rate=1.0)},
       'Adam.lr_schedule.* schedules.BaseSchedule',
     ),
-    # Each pair contradicts itself: one option would have no effect.
+    # In each pair, one option would have no effect.
     *(
       (optimizer, {first: 0.1, second: 0.2}, f"'{first}': .*'{second}': ")
       for optimizer, first, second in (

@@ -1,4 +1,4 @@
-"""Configs and fields, by the names of Praxis's `pax_fiddle`.
+"""Configs and fields, under the names of Praxis's `pax_fiddle`.
 
     class FeedForward(base_layer.BaseLayer):
       input_dims: int = 0
@@ -8,8 +8,9 @@
     p.linear_tpl.params_init = base_layer.WeightInit.Gaussian(0.1)
     layer = pax_fiddle.build(p)
 
-The config of a class with hyperparameters is its `HParams`, which see; the
-config of anything else, such as an input, is Fiddle's with a few methods more.
+The config of a class with hyperparameters is its `HParams` (see `hparams`). The
+config of any other class, such as an input, is a `fdl.Config` with a few extra
+methods.
 """
 
 import copy
@@ -28,7 +29,7 @@ get_callable = fdl.get_callable
 
 
 class Config(fdl.Config[T], Generic[T]):
-  """A Fiddle config; of a class with hyperparameters its `HParams`."""
+  """A Fiddle config, or the `HParams` of a class that has them."""
 
   def __new__(cls, fn_or_cls: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     if isinstance(fn_or_cls, type):
@@ -43,13 +44,13 @@ class Config(fdl.Config[T], Generic[T]):
     return copy.deepcopy(self)
 
   def set(self, **kwargs: Any) -> Self:
-    """Sets arguments, and returns itself."""
+    """Sets arguments and returns the config itself."""
     for name, value in kwargs.items():
       setattr(self, name, value)
     return self
 
   def Instantiate(self, **kwargs: Any) -> Any:
-    """Builds it, with these arguments instead of its own."""
+    """Builds the object, with some arguments overridden."""
     return fdl.build(fdl.copy_with(self, **kwargs))
 
 
@@ -57,10 +58,10 @@ Config.register(hparams.BaseHParams)
 
 
 def instantiate(config: Any, **kwargs: Any) -> Any:
-  """Builds a config, with these arguments instead of its own.
+  """Builds a config, with some arguments overridden.
 
-  Each template within it stands for a layer of its own; in `fdl.build`, one
-  that is used twice is one layer.
+  A template that is used twice within the config makes two layers. Built with
+  `fdl.build`, it makes one shared layer.
   """
   if not isinstance(config, Config):
     raise TypeError(f'Expected a pax_fiddle.Config or HParams; got {config!r}.')
@@ -69,6 +70,6 @@ def instantiate(config: Any, **kwargs: Any) -> Any:
 
 build = instantiate
 template_field = hparams.sub_config_field
-# In Praxis, an object that is made together with its owner. Here the owner
-# makes it, by `create_child` or `Instantiate`.
+# Praxis builds the object of such a field together with its owner. Here the
+# owner makes it, with `create_child` or `Instantiate`.
 instance_field = template_field

@@ -1,6 +1,6 @@
 """Tests of hyperparameters that are fields of the class, and of their configs.
 
-The classes are written as those of Paxml 1.4.0's own layers and tasks.
+The classes are written like the layers and tasks of Paxml 1.4.0.
 """
 
 import copy
@@ -38,7 +38,7 @@ class Linear(base_layer.BaseLayer):
   Attributes:
     input_dims: Depth of the input.
     output_dims: Depth of the output.
-    weight_init: What the matrix starts as.
+    weight_init: Initializer of the matrix.
   """
 
   input_dims: int = 0
@@ -82,7 +82,7 @@ class FeedForward(base_layer.BaseLayer):
 
 
 class Wide(FeedForward):
-  """Declares a field of its parent again, and adds one."""
+  """Redeclares a field of its parent, and adds one."""
 
   output_dims: int = 8
   factor: float = 2.0
@@ -116,11 +116,11 @@ def test_a_layer_of_fields():
   ):
     variables = made.init(jax.random.key(0))
     assert made.input_dims == 3
-    # max(0, 6) and max(0, -6), twice; the sum times -2.
+    # The hidden values are max(0, 6) and max(0, -6), twice; -2 times the sum.
     np.testing.assert_array_equal(made.apply(variables, x), [[-24.0], [0.0]])
   assert instantiate(p, output_dims=4).output_dims == 4
   assert p.output_dims == 2
-  # Its templates are its own.
+  # Each config has separate templates.
   assert pax_fiddle.Config(FeedForward).linear_tpl.weight_init is None
   with pytest.raises(AttributeError, match=r"'input_dimz'.*mean 'input_dims'"):
     p.input_dimz = 3
@@ -152,7 +152,7 @@ def test_fields_are_inherited_and_declared_again():
   layer = pax_fiddle.Config(Outer, depth=5, factor=3.0).Instantiate()
   assert (layer.width, layer.depth, layer.factor) == (2, 5, 3.0)
   assert layer.output_dims == layer.hparams.output_dims == 8
-  # Within a run, and for templates of the library's own layers.
+  # This works within a run, and for templates of the library's layers.
   linear = pax_fiddle.Config(linears.Linear, input_dims=2, output_dims=2)
   linear.params_init = ONE
   layer = pax_fiddle.Config(FeedForward, linear_tpl=linear, input_dims=2)
@@ -215,7 +215,7 @@ def test_a_task_as_paxmls_experiments_write_it():
   )
   learner = instantiate(task_p.train.learner)
   assert isinstance(learner, learners.Learner)
-  # A quarter of the way up after one of four steps.
+  # One of four warm-up steps is done.
   assert learner.optimizer.get_learning_rate(1) == 0.125
   assert learner.optimizer.beta1 == 0.8
 
@@ -225,7 +225,7 @@ def test_what_paxmls_experiments_ask_of_a_template():
   of_stack = transformers.StackedTransformer
   assert fdl.get_callable(p) is transformers.StackedTransformerRepeated
   assert issubclass(fdl.get_callable(p.block), of_stack)
-  # A copy is of the same class, and Fiddle finds it by that.
+  # A copy has the same class, so Fiddle's selectors find it.
   for q in (p.clone(), copy.copy(p), fdl.copy_with(p, x_times=2)):
     assert fdl.get_callable(q) is transformers.StackedTransformerRepeated
     selectors.select(q, of_stack).set(num_layers=5)
@@ -294,7 +294,7 @@ def test_a_language_model_as_paxmls_experiments_write_it():
   model_p.lm_tpl.stacked_transformer_tpl = pax_fiddle.Config(
     layers.StackedTransformerRepeated, block=stacked_p, x_times=N
   )
-  # Attention, feed-forward with biases, two normalisations; one behind all.
+  # A layer has attention, feed-forward with biases, and two normalizations.
   layer = 4 * D * H * K + 2 * D * F + F + D + 4 * D
   expected = N * layer + 2 * D + 2 * V * D
   assert instantiate(model_p).num_params() == expected

@@ -1,10 +1,10 @@
-"""Schedules: the factor of the learning rate at each step.
+"""Schedules: multipliers of the learning rate at each step.
 
-Steps count from 0 and may be int32 scalars, as an optimizer's count is; values
-are float32 scalars. Those of the registered runs are here; one of your own
-derives from `BaseSchedule`.
+Steps count from 0. They may be int32 scalars, as an optimizer's count is.
+Values are float32 scalars. This module has the schedules of the registered
+experiments. To write a schedule, derive from `BaseSchedule`.
 
-Names, fields and values are those of Praxis (Google, 2022).
+Names, fields and values follow Praxis (Google, 2022).
 """
 
 import abc
@@ -32,15 +32,17 @@ class BaseSchedule(hparams_lib.Configurable):
     return jnp.asarray(self._at(step), jnp.float32)
 
   def _at(self, step: jax.Array) -> Any:
-    """Returns the multiplier at a step, which is a float32 scalar."""
-    raise NotImplementedError(f'{type(self).__name__} overrides no `value_at`.')
+    """Returns the multiplier at a step, given as a float32 scalar."""
+    raise NotImplementedError(
+      f'{type(self).__name__} does not override `value_at`.'
+    )
 
 
 class Constant(BaseSchedule):
-  """The same at each step.
+  """A constant multiplier.
 
   Attributes:
-    value: the multiplier.
+    value: The multiplier.
   """
 
   value: float = 1.0
@@ -50,19 +52,19 @@ class Constant(BaseSchedule):
 
 
 def _fraction(step: jax.Array, start: float, end: float) -> jax.Array:
-  """How much of the way is done, from 0 to 1."""
+  """Returns the progress from `start` to `end`, clipped to [0, 1]."""
   return jnp.clip((step - start) / (end - start), 0.0, 1.0)
 
 
 class _LinearRampup(BaseSchedule):
-  """Rises from 0 to `max`, stays there, and decays to a part of it.
+  """Rises from 0 to `max`, stays constant, and decays to a fraction of `max`.
 
   Attributes:
-    warmup_steps: how long it rises, from 0 at step 0.
-    decay_start: the step at which the decay begins.
-    decay_end: the step at which it ends.
-    min_ratio: of `max`, what is left from then on.
-    max: the highest value.
+    warmup_steps: Number of steps of the rise, from 0 at step 0.
+    decay_start: First step of the decay.
+    decay_end: Last step of the decay. The value is constant after it.
+    min_ratio: Final value, as a fraction of `max`.
+    max: Highest value.
   """
 
   warmup_steps: int = 0
@@ -80,7 +82,7 @@ class _LinearRampup(BaseSchedule):
 
   @abc.abstractmethod
   def _decay(self, done: jax.Array) -> jax.Array:
-    """What is left of `max`, by how much of the decay is done, 0 to 1."""
+    """Returns the fraction of `max` by the progress of the decay, 0 to 1."""
 
   def _at(self, step: jax.Array) -> Any:
     p = self.hparams
@@ -91,14 +93,14 @@ class _LinearRampup(BaseSchedule):
 
 
 class LinearRampupExponentialDecay(_LinearRampup):
-  """Rises in a straight line, and decays by the same factor at each step."""
+  """Rises linearly, and decays exponentially."""
 
   def _decay(self, done: jax.Array) -> jax.Array:
     return self.hparams.min_ratio**done
 
 
 class LinearRampupCosineDecay(_LinearRampup):
-  """Rises in a straight line, and decays along half a cosine."""
+  """Rises linearly, and decays along half a cosine."""
 
   _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': _NOT_NEGATIVE}
 
@@ -108,11 +110,12 @@ class LinearRampupCosineDecay(_LinearRampup):
 
 
 class LinearRampupPiecewiseConstant(BaseSchedule):
-  """Rises from 0 to the first value, then is constant between boundaries.
+  """Rises linearly from 0 to the first value, then is piecewise constant.
 
   Attributes:
-    boundaries: steps, in order; the rise ends at the first.
-    values: as many; `values[i]` holds from `boundaries[i]` on.
+    boundaries: Steps in ascending order. The rise ends at the first.
+    values: Values, one for each boundary. `values[i]` holds from step
+      `boundaries[i]`.
   """
 
   boundaries: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ import pytest
 
 from examples.pax import schedules
 
-# The learning rate of Pax's C4 experiments, and of its GPT-3.
+# The learning rates of Pax's C4 experiments and of its GPT-3.
 _C4 = schedules.LinearRampupExponentialDecay.HParams(
   warmup_steps=4000, decay_start=4001, decay_end=300_000, min_ratio=0.1, max=1.0
 )

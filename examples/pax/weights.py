@@ -1,6 +1,6 @@
-"""Variables of layers: what they are, and what they start as.
+"""Declarations and initializers of the variables of layers.
 
-Names and values are those of Praxis (Google, 2022).
+Names and values follow Praxis (Google, 2022).
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -17,21 +17,43 @@ from examples.pax import hparams
 from jaxline import errors
 
 # For each dimension of an array: a logical axis of the run's sharding
-# (`partitioning.AXIS_NAMES`), a mesh axis (`mesh_lib.MESH_AXES`), several
-# of these, or -1 or None where it is whole.
+# (`partitioning.AXIS_NAMES`), a mesh axis (`mesh_lib.MESH_AXES`), or a sequence
+# of these. -1 or None means that the dimension is not split.
 SplitDims = Sequence[str | int | Sequence[str] | None] | None
 
 
 class WeightHParamsCollection(enum.Enum):
-  """What else is to be known of a variable."""
+  """Collections that mark variables for special treatment."""
 
-  # Neither weight decay nor L2 regularisation belongs to it.
+  # Excludes a variable from L2 and from `decoupled_weight_decay`.
   SKIP_LP_REGULARIZATION = 'skip_lp_regularization'
+
+
+# Name of a class method of `WeightInit` -> value of `method`.
+_METHODS = {
+  'Gaussian': 'gaussian',
+  'GaussianSqrtDim': 'gaussian_sqrt_dim',
+  'GaussianSqrtFanIn': 'gaussian_sqrt_fanin',
+  'GaussianSqrtFanOut': 'gaussian_sqrt_fanout',
+  'GaussianSqrtFanAvg': 'gaussian_sqrt_fanavg',
+  'TruncatedGaussian': 'truncated_gaussian',
+  'TruncatedGaussianSqrtDim': 'truncated_gaussian_sqrt_dim',
+  'TruncatedGaussianSqrtFanIn': 'truncated_gaussian_sqrt_fanin',
+  'TruncatedGaussianSqrtFanOut': 'truncated_gaussian_sqrt_fanout',
+  'Uniform': 'uniform',
+  'UniformSqrtDim': 'uniform_sqrt_dim',
+  'UniformUnitScaling': 'uniform_unit_scaling',
+  'UniformSqrtFanAvg': 'xavier',
+  'Xavier': 'xavier',
+  'Constant': 'constant',
+}
 
 
 class _Names(type):
   def __getattr__(cls, name: str) -> Any:
-    hint = errors.did_you_mean(name, vars(cls))
+    if name in _METHODS:
+      return functools.partial(cls, _METHODS[name])
+    hint = errors.did_you_mean(name, _METHODS)
     raise AttributeError(
       f'{cls.__name__} has no {name!r}.{hint} {hparams.LACKS}'
     )
@@ -39,100 +61,38 @@ class _Names(type):
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit(metaclass=_Names):
-  """What a variable starts as.
+  """An initializer of a variable, such as `WeightInit.Gaussian(0.1)`.
+
+  `Gaussian` has the standard deviation `scale`, and `TruncatedGaussian` is cut
+  at two standard deviations. `Uniform` has the limit `scale`, and `Constant`
+  has the value `scale`. If a name ends with one of these words, the deviation
+  or the limit is `scale` times a factor:
+
+      SqrtDim      1 / sqrt(first dimension)
+      SqrtFanIn    1 / sqrt(inputs)
+      SqrtFanOut   1 / sqrt(outputs)
+      SqrtFanAvg   sqrt(2 / (inputs + outputs)), or sqrt(6 / ...) if uniform
+      UnitScaling  sqrt(3 / product of all dimensions but the last)
+
+  `Xavier` is `UniformSqrtFanAvg` (Glorot and Bengio, 2010).
 
   Attributes:
-    method: one of the class's methods' names.
-    scale: standard deviation, limit, factor of either, or the constant.
+    method: Name of the distribution, such as 'gaussian' or 'xavier'.
+    scale: Standard deviation, limit, factor of either, or constant.
   """
 
   method: str
   scale: float = 1.0
 
-  @classmethod
-  def Gaussian(cls, scale: float = 1.0) -> Self:
-    """Normal, with the standard deviation `scale`."""
-    return cls('gaussian', scale)
-
-  @classmethod
-  def GaussianSqrtDim(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(first dimension)."""
-    return cls('gaussian_sqrt_dim', scale)
-
-  @classmethod
-  def GaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(inputs)."""
-    return cls('gaussian_sqrt_fanin', scale)
-
-  @classmethod
-  def GaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """Normal; the standard deviation is `scale` / sqrt(outputs)."""
-    return cls('gaussian_sqrt_fanout', scale)
-
-  @classmethod
-  def GaussianSqrtFanAvg(cls, scale: float = 1.0) -> Self:
-    """Normal; the variance is `scale`^2 2 / (inputs + outputs)."""
-    return cls('gaussian_sqrt_fanavg', scale)
-
-  @classmethod
-  def TruncatedGaussian(cls, scale: float = 1.0) -> Self:
-    """Like `Gaussian`, cut at two standard deviations."""
-    return cls('truncated_gaussian', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtDim(cls, scale: float = 1.0) -> Self:
-    """Like `GaussianSqrtDim`, cut at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_dim', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtFanIn(cls, scale: float = 1.0) -> Self:
-    """Like `GaussianSqrtFanIn`, cut at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_fanin', scale)
-
-  @classmethod
-  def TruncatedGaussianSqrtFanOut(cls, scale: float = 1.0) -> Self:
-    """Like `GaussianSqrtFanOut`, cut at two standard deviations."""
-    return cls('truncated_gaussian_sqrt_fanout', scale)
-
-  @classmethod
-  def Uniform(cls, scale: float = 1.0) -> Self:
-    """Uniform between `-scale` and `scale`."""
-    return cls('uniform', scale)
-
-  @classmethod
-  def UniformSqrtDim(cls, scale: float = 1.0) -> Self:
-    """Uniform; the limit is `scale` / sqrt(first dimension)."""
-    return cls('uniform_sqrt_dim', scale)
-
-  @classmethod
-  def UniformUnitScaling(cls, scale: float = 1.0) -> Self:
-    """Uniform; the limit is `scale` sqrt(3 / all dimensions but the last)."""
-    return cls('uniform_unit_scaling', scale)
-
-  @classmethod
-  def Xavier(cls, scale: float = 1.0) -> Self:
-    """Uniform, the limit is `scale` sqrt(6 / (inputs + outputs)).
-
-    Glorot and Bengio (2010).
-    """
-    return cls('xavier', scale)
-
-  UniformSqrtFanAvg = Xavier
-
-  @classmethod
-  def Constant(cls, scale: float = 1.0) -> Self:
-    """`scale` everywhere."""
-    return cls('constant', scale)
-
   def maker(
     self, shape: tuple[int, ...], fan_in: int, fan_out: int
   ) -> Callable[..., jax.Array]:
-    """Returns what makes a first value of a key, a shape and a type.
+    """Returns a function of a key, a shape and a dtype that draws a value.
 
     Args:
-      shape: of the variable; the value may be made flat.
-      fan_in: over how many numbers an output sums.
-      fan_out: in how many outputs a number is.
+      shape: Shape of the variable. The function may be called with a flat one.
+      fan_in: Number of inputs that an output sums over.
+      fan_out: Number of outputs that an input contributes to.
     """
     init = jax.nn.initializers
 
@@ -164,20 +124,20 @@ class WeightInit(metaclass=_Names):
 
 @dataclasses.dataclass(frozen=True)
 class WeightHParams:
-  """A variable.
+  """Declaration of a variable.
 
   Attributes:
-    shape: its shape; of a repeated layer's, that of one layer.
-    init: what it starts as; None is the layer's `params_init`.
-    dtype: its type; None is the layer's `dtype`.
-    collections: what else is to be known of it.
-    tensor_split_dims_mapping: its axes; see `SplitDims`.
-    fan_in_axes: dimensions over which an output sums, for `init`; None is the
-      last but one (of a vector, its only one).
-    fan_out_axes: dimensions of the outputs; None is the last.
-    batch_axes: dimensions that count several matrices side by side, each of
-      which starts as if it were alone.
-    repeat_prefix: dimensions before `shape`, one for each level of repetition,
+    shape: Shape of the variable in a single layer, without `repeat_prefix`.
+    init: Initializer. If None, the layer's `params_init`.
+    dtype: Dtype. If None, the layer's `dtype`.
+    collections: Collections that the variable belongs to.
+    tensor_split_dims_mapping: Axes of the dimensions; see `SplitDims`.
+    fan_in_axes: Dimensions that an output sums over, for `init`. If None, the
+      last but one, or the only dimension of a vector.
+    fan_out_axes: Dimensions of the outputs, for `init`. If None, the last one.
+    batch_axes: Dimensions that stack independent matrices. `init` treats each
+      matrix as a variable by itself.
+    repeat_prefix: Dimensions before `shape`, one for each level of repetition,
       each with the axis 'layers'.
   """
 
@@ -195,38 +155,42 @@ class WeightHParams:
     object.__setattr__(self, 'shape', tuple(self.shape))
 
   def check(self, path: str) -> None:
-    """Refuses what the variable at a path cannot be."""
+    """Raises a ValueError if the declaration is invalid.
+
+    Args:
+      path: Path of the variable, for the message.
+    """
     if any(type(n) is not int or n < 1 for n in self.full_shape):
       raise ValueError(
         f'The shape of {path} is {self.full_shape}; expected positive integers.'
-        ' Is a size of the HParams still 0?'
+        ' Is a size in the HParams still 0?'
       )
     mapping = self.tensor_split_dims_mapping
     if mapping is not None and len(mapping) != len(self.shape):
       raise ValueError(
         f'tensor_split_dims_mapping {tuple(mapping)} of {path} has'
-        f' {len(mapping)} entries for the shape {self.shape}; expected one a'
-        ' dimension.'
+        f' {len(mapping)} entries for the shape {self.shape}; expected one for'
+        ' each dimension.'
       )
 
   @property
   def full_shape(self) -> tuple[int, ...]:
-    """Its shape, with those dimensions that repetition puts before."""
+    """Shape of the variable, with the dimensions of the repetition first."""
     return (*self.repeat_prefix, *self.shape)
 
   @property
   def size(self) -> int:
-    """How many numbers it is."""
+    """Number of elements."""
     return math.prod(self.full_shape)
 
   @property
   def axes(self) -> tuple[Any, ...]:
-    """For each of its dimensions what `partitioning.Logical` takes."""
+    """Axes of all dimensions, as `partitioning.Logical` takes them."""
     mapping = self.tensor_split_dims_mapping or (None,) * len(self.shape)
     return (*('layers' for _ in self.repeat_prefix), *map(axis, mapping))
 
   def make(self, key: jax.Array) -> jax.Array:
-    """Returns its first value; every repetition gets a key of its own."""
+    """Returns an initial value. Each repetition uses a different key."""
     if self.repeat_prefix:
       times, *rest = self.repeat_prefix
       one = dataclasses.replace(self, repeat_prefix=tuple(rest))
@@ -237,7 +201,7 @@ class WeightHParams:
       in_axes = (max(len(shape) - 2, 0),) if shape else ()
     if out_axes is None:
       out_axes = (len(shape) - 1,) if shape else ()
-    # What is in none of these counts as the size of a filter.
+    # The remaining dimensions are the spatial ones of a convolution.
     named = (*in_axes, *out_axes, *self.batch_axes)
     area = math.prod(n for i, n in enumerate(shape) if i not in named)
     fan_in = area * math.prod(shape[i] for i in in_axes)

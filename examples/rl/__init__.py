@@ -1,1 +1,1 @@
-"""DDPG on a pendulum: an environment and a replay buffer that resume."""
+"""DDPG on a pendulum, with an environment and a replay buffer that resume."""

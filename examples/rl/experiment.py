@@ -1,9 +1,9 @@
-"""DDPG (Lillicrap et al. 2016): acts, remembers and learns in one program.
+"""DDPG (Lillicrap et al. 2016) that acts and learns in one compiled program.
 
-The environments, the replay buffer and the target networks are arrays of
-`model_state`. So the devices never wait for the host, and a checkpoint holds
-all of it: a killed run resumes with the same bits. `host.py` keeps the
-environments and the buffer in the memory of the host instead.
+The environments, the replay buffer and the target networks are arrays in
+`model_state`. So the devices never wait for the host, and a checkpoint has
+everything that a killed run needs to resume with the same bits. `host.py` keeps
+the environments and the buffer in host memory instead.
 
 Shapes: E environments, B rows of a batch, N transitions of the buffer.
 """
@@ -26,7 +26,7 @@ from jaxline.parallel import prng
 
 from . import pendulum
 
-WARM_UP = 100  # Steps of each environment at random, before the first.
+WARM_UP = 100  # Random steps of each environment before the first update.
 SIZES = {'x': (3,), 'action': (), 'reward': (), 'next_x': (3,)}
 
 
@@ -35,16 +35,17 @@ class Config:
   """The keys of `config.experiment_kwargs.config`.
 
   Attributes:
-    environments: E; each makes one step in a step of training.
+    environments: E; each environment takes one step per training step.
     capacity: N, a multiple of E.
     batch_size: B, over all devices.
     hidden: the width of both networks.
     actor_rate: the actor's learning rate.
-    critic_rate: the critic's.
+    critic_rate: the critic's learning rate.
     discount: the factor of the value of the next step.
-    noise: the deviation of the noise that is added to actions.
-    target_rate: the share of the new weights in the target networks.
-    eval_episodes: episodes of an evaluation.
+    noise: the standard deviation of the noise that is added to actions.
+    target_rate: the fraction of the new weights in each update of the target
+      networks.
+    eval_episodes: the number of episodes of an evaluation.
     seed: the seed of the noise.
   """
 
@@ -103,7 +104,7 @@ class Experiment(sharded.ShardedExperiment):
       'target': params,
       'environments': pendulum.reset(start),
       'buffer': {k: jnp.zeros([c.capacity, *x]) for k, x in SIZES.items()},
-      'written': jnp.zeros([], jnp.int32),  # Transitions, in all.
+      'written': jnp.zeros([], jnp.int32),  # Number of transitions so far.
     }
 
     def at_random(state: Any, rng: jax.Array) -> tuple[Any, None]:
@@ -115,7 +116,7 @@ class Experiment(sharded.ShardedExperiment):
     return params, jax.lax.scan(at_random, state, keys)[0]
 
   def remember(self, state: Any, action_E: Any, rng: jax.Array) -> Any:
-    """Returns the state after a step of each environment."""
+    """Steps each environment, and adds the transitions to the buffer."""
     c, buffer = self.config, state['buffer']
     uniform = jax.random.uniform(rng, [c.environments, 2], minval=-1)
     environments, seen = pendulum.transition(
@@ -138,9 +139,10 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the sum of both losses; in evaluation the return of episodes.
+    """Returns the sum of both losses; in evaluation, minus the mean return.
 
-    A row of the batch stands for a draw from the buffer, or for an episode.
+    A row of the batch stands for a transition to draw from the buffer or, in
+    evaluation, for an episode.
     """
     if not is_training:
       return_B = self.play(params['actor'], batch['row'], rng)
@@ -150,10 +152,10 @@ class Experiment(sharded.ShardedExperiment):
     next_x = rows['next_x']
     next_action_B = self.actor.apply(target['actor'], next_x)
     next_value_B = self.critic.apply(target['critic'], next_x, next_action_B)
-    # An episode ends only by its time: the next state always has a value.
+    # Episodes end only by their time limit, so the next state has a value.
     goal_B = rows['reward'] + self.config.discount * next_value_B
     value_B = self.critic.apply(params['critic'], rows['x'], rows['action'])
-    # The gradient of each of the two reaches the weights of one network only.
+    # Each of the two losses has a gradient for only one of the networks.
     own_action_B = self.actor.apply(params['actor'], rows['x'])
     critic = jax.lax.stop_gradient(params['critic'])
     own_value_B = self.critic.apply(critic, rows['x'], own_action_B)
@@ -163,13 +165,13 @@ class Experiment(sharded.ShardedExperiment):
     return loss.compute() - value.compute(), scalars, model_state
 
   def draw(self, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-    """Returns transitions of the buffer, arrays [B, ...]."""
+    """Draws transitions from the buffer, arrays [B, ...]."""
     size = jnp.minimum(model_state['written'], self.config.capacity)
     at_B = jax.random.randint(rng, batch['row'].shape, 0, size)
     return jax.tree.map(lambda x: x[at_B], model_state['buffer'])
 
   def play(self, actor: Any, row_B: jax.Array, rng: jax.Array) -> jax.Array:
-    """Returns the sum of the rewards of an episode for each row, [B]."""
+    """Plays an episode for each row, and returns the sums of rewards, [B]."""
 
     def step(state: Any, _: None) -> Any:
       action = self.actor.apply(actor, pendulum.observe(state))
@@ -184,7 +186,7 @@ class Experiment(sharded.ShardedExperiment):
   def after_update(
     self, before: sharded.TrainState, after: sharded.TrainState
   ) -> Any:
-    """Acts once with the new weights, and moves the target networks."""
+    """Acts once with the new weights, and updates the target networks."""
     state = self.act(after.model_state, after.params['actor'], after.step)
     target = optax.incremental_update(
       after.params, state['target'], self.config.target_rate
@@ -192,7 +194,7 @@ class Experiment(sharded.ShardedExperiment):
     return {**state, 'target': target}
 
   def act(self, state: Any, actor: Any, step: jax.Array) -> Any:
-    """Returns the model state after a step of each environment."""
+    """Steps each environment with the actor's actions plus noise."""
     rng = prng.stream(jax.random.PRNGKey(self.config.seed), 'acting')
     rngs = jax.random.split(jax.random.fold_in(rng, step))
     x = pendulum.observe(state['environments'])
@@ -201,13 +203,13 @@ class Experiment(sharded.ShardedExperiment):
     return self.remember(state, jnp.clip(action_E + noise_E, -1, 1), rngs[1])
 
   def make_optimizer(self) -> optax.GradientTransformation:
-    """Returns an Adam for each network."""
+    """Returns one Adam optimizer for each network."""
     rates = {'actor': self.config.actor_rate, 'critic': self.config.critic_rate}
     optimizers = {name: optax.adam(rate) for name, rate in rates.items()}
     return optax.partition(optimizers, {name: name for name in rates})
 
   def train_input(self, shard: base.Shard | None = None) -> base.BaseInput:
-    """Returns rows that stand for draws: the data is in the buffer."""
+    """Returns rows that stand for draws from the buffer, which has the data."""
     return self._rows(self.config.batch_size, shard, is_training=True)
 
   def eval_input(self, shard: base.Shard | None = None) -> base.BaseInput:

@@ -1,8 +1,8 @@
-"""DDPG with environments and a replay buffer in the memory of the host.
+"""DDPG with the environments and the replay buffer in host memory.
 
 It shows how to train with an environment that JAX cannot compile, such as one
-of Gym: here the pendulum in NumPy. Each step waits for the one before, since it
-acts with the weights of that step.
+from Gym. The pendulum in NumPy stands for it. Each step waits for the previous
+one, because it acts with the weights of that step.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from . import pendulum
 
 
 class _Feed(feed.TrainFeed):
-  """Adds transitions that the host has drawn to each batch."""
+  """Adds the transitions that the host has drawn to each batch."""
 
   drawn: Any = None
 
@@ -32,7 +32,7 @@ class _Feed(feed.TrainFeed):
 
 
 class Experiment(experiment.Experiment):
-  """Keeps the environments and the buffer in `_host`, NumPy arrays."""
+  """Keeps the environments and the buffer in `_host`, as NumPy arrays."""
 
   def __init__(
     self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
@@ -40,16 +40,16 @@ class Experiment(experiment.Experiment):
     if jax.process_count() > 1:
       raise errors.UsageError(
         f'There are {jax.process_count()} processes; expected one. For several'
-        ' see docs/reinforcement_learning.md.'
+        ' processes, see docs/reinforcement_learning.md.'
       )
     super().__init__(mode, init_rng, config, run_config=run_config)
     feed_config = self.train_feed.config
     self.train_feed = _Feed(self.train_input, self.partitioner, feed_config)
     self._actor = jax.jit(self.actor.apply)
-    self._host: Any = None  # Made by the first step, or restored.
+    self._host: Any = None  # The first step creates it, or it is restored.
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the weights, and the target networks."""
+    """Returns the weights and the target networks."""
     params, model_state = super().init_fn(rng)
     return params, {'target': model_state['target']}
 
@@ -57,19 +57,19 @@ class Experiment(experiment.Experiment):
     """Returns the transitions that the host has drawn."""
     if 'drawn' not in batch:
       raise errors.UsageError(
-        f'The batch has {sorted(batch)}; expected the entry that `step` draws.'
-        ' Only training has it, and not compile, explain or bisect.'
+        f"The batch has {sorted(batch)}; expected 'drawn', which `step` adds in"
+        ' training. compile, explain and bisect do not support this experiment.'
       )
     return batch['drawn']
 
   def act(self, state: Any, actor: Any, step: jax.Array) -> Any:
-    """Returns the state as it is: `step` acts."""
+    """Returns the state unchanged, because `step` acts."""
     return state
 
   def step(self, *, global_step: Any, rng: Any, writer: Any) -> Any:
     """Acts and draws on the host, then trains."""
     c = self.config
-    # A function of the step: no generator has a state to save.
+    # The generator depends only on the step, so it has no state to save.
     numbers = np.random.default_rng([c.seed, int(global_step)])
     if self._host is None:
       self._host = _begin(c, numbers)
@@ -90,12 +90,12 @@ class Experiment(experiment.Experiment):
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
     super().restore_from_snapshot(snapshot_state)
-    if self.mode == 'train':  # The next steps write into its arrays.
+    if self.mode == 'train':  # Copy, because steps write into the arrays.
       self._host = copy.deepcopy(snapshot_state['host'])
 
 
 def _begin(c: experiment.Config, numbers: np.random.Generator) -> Any:
-  """Returns the host's part after a warm-up."""
+  """Returns the initial environments and buffer, after the warm-up."""
   sizes = experiment.SIZES.items()
   host = {
     'environments': pendulum.reset(
@@ -110,7 +110,7 @@ def _begin(c: experiment.Config, numbers: np.random.Generator) -> Any:
 
 
 def _remember(host: Any, action_E: np.ndarray, numbers: Any) -> None:
-  """Makes a step of each environment, in place."""
+  """Steps each environment, and adds the transitions to the buffer in place."""
   uniform_E2 = numbers.uniform(-1, 1, [len(action_E), 2])
   host['environments'], seen = pendulum.transition(
     host['environments'], action_E, uniform_E2, np

@@ -1,7 +1,7 @@
 """The pendulum of Gym's `Pendulum-v1`, as pure functions of JAX or NumPy.
 
-A motor swings a pendulum up and holds it there. `np` is the library that
-computes: `jax.numpy` in a compiled step, NumPy on the host.
+A motor swings a pendulum up and balances it. The argument `np` is the array
+library: `jax.numpy` in a compiled step, or NumPy on the host.
 
 Shapes: E environments.
 """
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-STEPS = 200  # An episode has this length, and never ends before.
+STEPS = 200  # Every episode has this length.
 _MAX_TORQUE, _MAX_SPEED, _GRAVITY, _SECONDS = 2.0, 8.0, 10.0, 0.05
 
 
 class State(NamedTuple):
-  """Some environments: arrays [E].
+  """The state of the environments, arrays [E].
 
   Attributes:
     angle: in radians; 0 is upright.
     speed: in radians per second.
-    time: the steps of the episode so far.
+    time: the number of steps of the episode so far.
   """
 
   angle: Any
@@ -29,13 +29,13 @@ class State(NamedTuple):
 
 
 def reset(uniform_E2: Any, np: Any = jnp) -> State:
-  """Returns the beginnings of episodes, for random numbers from -1 to 1."""
+  """Returns the first states of episodes, from random numbers in [-1, 1]."""
   angle_E, speed_E = np.pi * uniform_E2[:, 0], uniform_E2[:, 1]
   return State(angle_E, speed_E, np.zeros(len(angle_E), np.int32))
 
 
 def observe(state: State, np: Any = jnp) -> Any:
-  """Returns the observations of an agent, [E, 3]."""
+  """Returns the observations of the agent, [E, 3]."""
   x = np.cos(state.angle), np.sin(state.angle), state.speed / _MAX_SPEED
   return np.stack(x, -1)
 
@@ -56,7 +56,7 @@ def advance(state: State, action_E: Any, np: Any = jnp) -> tuple[State, Any]:
 def transition(
   state: State, action_E: Any, uniform_E2: Any, np: Any = jnp
 ) -> tuple[State, dict[str, Any]]:
-  """Returns the next state, and the transition; begins ended episodes again."""
+  """Returns the next state and the transition; restarts ended episodes."""
   after, reward_E = advance(state, action_E, np)
   seen = {
     'x': observe(state, np),

@@ -1,8 +1,8 @@
-"""Aim as a writer (`pip install -e '.[aim]'`).
+"""A writer for Aim (`pip install -e '.[aim]'`).
 
-Import this module in your experiment's, and set
+Import this module in the module of your experiment, and set
 `config.writers = ('tensorboard', 'jsonl', 'aim')`. The repository is `.aim` in
-the run's directory, or AIM_REPO: a directory, or the `aim://` of a server.
+the run's directory, unless AIM_REPO names a directory or an `aim://` server.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from jaxline.run_directory import logs
 from . import run_id
 
 _lock = threading.Lock()
-# Directory -> the open run, and how many writers use it: training and
-# evaluation write to one run.
+# The open run of each directory, and the number of its writers: training and
+# evaluation write to the same run.
 _runs: dict[str, aim.Run] = {}
 _users: dict[str, int] = {}
 
@@ -37,12 +37,12 @@ class AimWriter:
       _users[self._key] = _users.get(self._key, 0) + 1
 
   def _open(self) -> aim.Run:
-    """Returns the run. Made at the first record, on the writer's thread."""
+    """Returns the run, which the writer's thread opens at its first record."""
     with _lock:
       if self._key not in _runs:
         options = {
           'repo': os.environ.get('AIM_REPO') or str(logs.directory(self._key)),
-          # Two threads less.
+          # These two options save two threads.
           'capture_terminal_logs': False,
           'system_tracking_interval': None,
         }
@@ -60,13 +60,13 @@ class AimWriter:
       return _runs[self._key]
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
-    """Logs named numbers."""
+    """Logs scalars by name."""
     run, context = self._open(), {'subset': self._mode}
     with _lock:
       run.track(dict(scalars), step=int(global_step), context=context)
 
   def close(self) -> None:
-    """Ends the run, after its last writer."""
+    """Ends the run if this is its last writer."""
     with _lock:
       _users[self._key] -= 1
       if not _users[self._key] and self._key in _runs:

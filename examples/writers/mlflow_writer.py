@@ -1,8 +1,8 @@
-"""MLflow as a writer (`pip install -e '.[mlflow]'`).
+"""A writer for MLflow (`pip install -e '.[mlflow]'`).
 
-Import this module in your experiment's, and set
-`config.writers = ('tensorboard', 'jsonl', 'mlflow')`. Without
-MLFLOW_TRACKING_URI the database is `mlflow.db` in the run's directory.
+Import this module in the module of your experiment, and set
+`config.writers = ('tensorboard', 'jsonl', 'mlflow')`. If MLFLOW_TRACKING_URI is
+not set, the database is `mlflow.db` in the run's directory.
 """
 
 from collections.abc import Mapping
@@ -35,17 +35,17 @@ class MlflowWriter:
     self._run = ''
 
   def _open(self) -> None:
-    """Connects; at the first record, on the writer's thread."""
+    """Connects on the writer's thread, at the first record."""
     directory = self._config.checkpoint_dir
     uri = os.environ.get('MLFLOW_TRACKING_URI') or (
       f'sqlite:///{logs.directory(directory)}/mlflow.db'
     )
-    with _lock:  # Training and evaluation begin at once.
+    with _lock:  # Training and evaluation open at the same time.
       self._client = tracking.MlflowClient(uri)
       self._run = run_id.of(directory, 'mlflow', self._begin)
 
   def _begin(self) -> str:
-    """Makes the run, and returns its id."""
+    """Creates the run, and returns its id."""
     found = self._client.get_experiment_by_name(_EXPERIMENT)
     experiment = (
       found.experiment_id
@@ -56,12 +56,12 @@ class MlflowWriter:
     run = self._client.create_run(experiment, run_name=name)
     config = base_config.flat(base_config.recorded(self._config))
     params = [entities.Param(k, str(v)[:500]) for k, v in config.items()]
-    for i in range(0, len(params), 100):  # As many as a request may have.
+    for i in range(0, len(params), 100):  # The limit of a request.
       self._client.log_batch(run.info.run_id, params=params[i : i + 100])
     return run.info.run_id
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
-    """Logs named numbers."""
+    """Logs scalars by name."""
     if self._client is None:
       self._open()
     now = int(1000 * time.time())

@@ -1,10 +1,10 @@
-"""The name of a run in a tracking service, kept in the run's directory.
+"""Stores the id of a run in a tracking service in the run's directory.
 
-In a file and not in each checkpoint, for three reasons: a run that was killed
-before its first checkpoint goes on under its name; a run that begins with the
-weights of another one (`config.restore_from`) gets a name of its own; and the
-name can be read without the checkpoint. A copy of the whole directory is the
-same run, as for its curves; to make it another one, remove the file.
+The id is in a file instead of the checkpoints for three reasons. A run that is
+killed before its first checkpoint continues under its id. A run that starts
+from the weights of a different run (`config.restore_from`) gets a new id. And
+you can read the id without a checkpoint. A copy of the whole directory has the
+same id and the same curves; remove the file to make the copy a new run.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from jaxline.run_directory import store
 
 
 def of(directory: str, service: str, make: Callable[[], str]) -> str:
-  """Returns the id of a run, so that a resumed run goes on under it.
+  """Returns the id of a run; a resumed run gets the same id.
 
   Args:
-    directory: the run's, or its address.
+    directory: the directory of the run, or its address in a bucket.
     service: the name of the service.
-    make: makes a new id.
+    make: returns a new id.
   """
   place, key = store.at(directory), f'{service}_id'
-  # An empty file is what a full disk may have left.
+  # A full disk may have left an empty file.
   if not (found := place.read(key)):
     place.write(key, found := make().encode())
   return found.decode()

@@ -1,8 +1,8 @@
-"""Weights & Biases as a writer (`pip install -e '.[wandb]'`).
+"""A writer for Weights & Biases (`pip install -e '.[wandb]'`).
 
-Import this module in your experiment's, and set
-`config.writers = ('tensorboard', 'jsonl', 'wandb')`. Variables of W&B hold:
-WANDB_MODE=offline, WANDB_PROJECT, WANDB_ENTITY.
+Import this module in the module of your experiment, and set
+`config.writers = ('tensorboard', 'jsonl', 'wandb')`. You can set the variables
+of W&B, such as WANDB_MODE=offline, WANDB_PROJECT and WANDB_ENTITY.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from jaxline.run_directory import logs
 from . import run_id
 
 _lock = threading.Lock()
-# Directory -> the open run, and how many writers use it: training and
-# evaluation write to one run.
+# The open run of each directory, and the number of its writers: training and
+# evaluation write to the same run.
 _runs: dict[str, Any] = {}
 _users: dict[str, int] = {}
 
@@ -38,7 +38,7 @@ class WandbWriter:
       _users[self._key] = _users.get(self._key, 0) + 1
 
   def _open(self) -> Any:
-    """Returns the run. Made at the first record, on the writer's thread."""
+    """Returns the run, which the writer's thread opens at its first record."""
     with _lock:
       if self._key not in _runs:
         _runs[self._key] = run = wandb.init(
@@ -49,17 +49,17 @@ class WandbWriter:
           name=pathlib.Path(self._key).name,
           config=base_config.recorded(self._config),
         )
-        # Its own steps must rise, and an evaluation comes after the step.
+        # W&B's step counter must increase, but an evaluation logs a step again.
         run.define_metric('*', step_metric='step')
       return _runs[self._key]
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
-    """Logs named numbers."""
+    """Logs scalars by name."""
     named = {f'{self._mode}/{name}': value for name, value in scalars.items()}
     self._open().log({'step': int(global_step), **named})
 
   def close(self) -> None:
-    """Ends the run, after its last writer."""
+    """Ends the run if this is its last writer."""
     with _lock:
       _users[self._key] -= 1
       if not _users[self._key] and self._key in _runs:

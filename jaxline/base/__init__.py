@@ -1,7 +1,6 @@
-"""What needs no run: threads, files, checks of values, XLA's flags, FLOPs.
+"""Utilities that need no run: threads, files, checks, XLA flags and FLOPs.
 
-`async_lib` has the threads of all other packages,
-`keys` the checks behind each config key and each JSON file, `disk` the way to
-open and to replace a file, `buckets` the connection to a bucket. Read `keys`
-first.
+`async_lib` has the threads that all packages use, and `keys` the checks of
+config keys and JSON files. `disk` opens and replaces files, and `buckets`
+connects to buckets. Read `keys` first.
 """

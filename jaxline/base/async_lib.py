@@ -1,4 +1,4 @@
-"""Background threads that keep the order of their work and raise its errors."""
+"""Background threads that run work in order and raise its errors."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def function_name(fn: Callable[..., Any]) -> str:
   return getattr(fn, '__name__', None) or type(fn).__name__
 
 
-# Cause -> when a RunError of it was raised last.
+# Maps the cause of a RunError to the time when it was raised last.
 _raised: dict[Any, float] = {}
 
 
 def _log_all(
   name: str, unraised: list[BaseException], since: float = math.inf
 ) -> None:
-  """Logs errors, except for those whose cause was raised elsewhere `since`."""
+  """Logs errors, unless their cause has been raised elsewhere after `since`."""
   for error in unraised:
     if _raised.get(cause(error), -math.inf) > since:
       continue
-    # All threads meet the loss of a process; the main one explains it.
+    # If a process is lost, all threads fail; the main thread explains it.
     says_all = isinstance(error, errors.RunError)
     trace = None if says_all or errors.is_lost_process(error) else error
     text = str(error) if says_all else repr(error)
@@ -51,7 +51,7 @@ def _log_all(
 
 
 _PAUSE_SECS = 0.002
-# How many calls may wait before the caller waits as well.
+# The caller waits if more calls than this are queued.
 MAX_QUEUED = 1000
 _executors: weakref.WeakSet[SerialExecutor] = weakref.WeakSet()
 _readers: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
@@ -62,12 +62,12 @@ _FAIL_SECS = 0.1
 class SerialExecutor:
   """Runs calls in order on one background thread.
 
-  Every use after an error raises the first one; without a later use, it is
-  logged at the end. What is queued at the end of the process is still run, also
-  by a call at the end, which `concurrent.futures` refuses.
+  After an error, every use raises the first error; without a later use, it is
+  logged at the end. Calls that are queued when the process ends still run, and
+  can queue more calls, which `concurrent.futures` does not allow.
 
   Attributes:
-    error: the first error of a call; None as long as there is none.
+    error: the first error of a call; None if there is none.
   """
 
   def __init__(self, name: str = ''):
@@ -76,38 +76,38 @@ class SerialExecutor:
     self.error: BaseException | None = None
     self._traceback: types.TracebackType | None = None
     self._unraised: list[BaseException] = []
-    # The thread refers to the queue only, and ends with the executor.
+    # The thread refers only to the queue, so it can end with the executor.
     self._thread = threading.Thread(
       target=_run_all, args=(self._calls,), name=name, daemon=True
     )
     self._thread.start()
     weakref.finalize(self, self._calls.put, None)
-    # Also at the end of the process.
+    # This runs at the end of the process too.
     weakref.finalize(self, _log_all, name, self._unraised, time.monotonic())
     _register_at_exit()
     _executors.add(self)
 
   @property
   def is_current(self) -> bool:
-    """Whether this is called on the executor's thread."""
+    """Whether the caller runs on the executor's thread."""
     return threading.get_ident() == self._thread.ident
 
   def wait_for_room(self) -> None:
-    """Waits for the calls so far, if there are too many of them."""
+    """Waits for the queued calls if there are MAX_QUEUED or more."""
     if self._calls.qsize() >= MAX_QUEUED and not self.is_current:
       self.wait()
 
   def put(self, call: Callable[[], Any]) -> None:
-    """Queues a call without arguments, which an earlier error does not stop."""
+    """Queues a call without arguments, which runs even after an error."""
     if not self._thread.is_alive():
       raise RuntimeError(
-        f'The thread {self._name} does not run any more: call it before the'
-        ' process ends; in a forked process, make a new object.'
+        f'The background thread {self._name} has stopped: the process is ending'
+        ' or was forked. After a fork, make a new object.'
       )
     self._calls.put(functools.partial(self.run, call))
 
   def run(self, call: Callable[[], Any]) -> None:
-    """Runs a call at once and keeps its error; for the executor's thread."""
+    """Runs a call now and keeps its error; for use on the executor's thread."""
     try:
       call()
     except BaseException as e:
@@ -116,9 +116,9 @@ class SerialExecutor:
   def submit(
     self, fn: Callable[..., T], *args: Any, **kwargs: Any
   ) -> futures.Future[T]:
-    """Queues `fn(*args, **kwargs)`, unless an earlier call has failed.
+    """Queues `fn(*args, **kwargs)`; raises the error of an earlier call.
 
-    If one fails before it runs, the future of its result is cancelled.
+    If a call fails before this one runs, the returned future is cancelled.
     """
     self.raise_error()
     future: futures.Future[T] = futures.Future()
@@ -131,30 +131,31 @@ class SerialExecutor:
       try:
         future.set_result(fn(*args, **kwargs))
       except BaseException as e:
-        self._keep(e)  # Before anybody is told.
+        self._keep(e)  # Keep it before the future wakes anyone.
         future.set_exception(e)
 
     self.put(resolve)
     return future
 
   def raise_error(self) -> None:
-    """Raises the error of an earlier call, if there was one."""
+    """Raises the first error of earlier calls, if there is one."""
     if self.error is not None:
       self._unraised.clear()
       if isinstance(self.error, errors.RunError):
         _raised[cause(self.error)] = time.monotonic()
-      # Otherwise each raise would add its frames to those of the one before.
+      # Reset the traceback, to which each raise adds its frames.
       raise self.error.with_traceback(self._traceback)
 
   def wait(self, *calls: Callable[[], Any]) -> None:
-    """Runs calls behind those so far, waits, and raises the error of any."""
+    """Queues calls, waits for all calls so far, and raises the first error."""
     self.wait_async(*calls)()
 
   def wait_async(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Queues what `wait` waits for, and returns the function that waits.
+    """Queues calls, and returns a function that waits for them.
 
-    That returns the result of the last call, and raises no error of a later
-    one. On the executor's own thread the calls run at once.
+    The function returns the result of the last call. It raises the first error,
+    but no errors of calls that were queued later. On the executor's own thread,
+    the calls run immediately.
     """
     results: list[Any] = [None]
     error: futures.Future[BaseException | None] = futures.Future()
@@ -185,18 +186,18 @@ class SerialExecutor:
 
 @functools.cache
 def _register_at_exit() -> None:
-  # JAX and weakref.finalize have registered their clean-up: this runs before.
+  # JAX and weakref.finalize registered before this, so their clean-up is later.
   atexit.register(_end_all)
 
 
 def _end_all() -> None:
   for reader in list(_readers):
-    with contextlib.suppress(ValueError):  # Another thread is in it.
+    with contextlib.suppress(ValueError):  # Another thread is running it.
       reader.close()
   # A forked process inherits executors without their threads.
   executors = [e for e in list(_executors) if e._thread.is_alive()]
-  # What one of them runs may queue more on another. Ten times ends also where
-  # a call queues itself again.
+  # A call may queue more calls on a different executor, so repeat. Ten rounds
+  # end even if a call queues itself again.
   for executor in executors * 10:
     done = threading.Event()
     executor.put(done.set)
@@ -207,18 +208,18 @@ def _end_all() -> None:
 
 
 def cause(error: BaseException) -> Any:
-  """Returns the same for errors of one cause, such as a full disk."""
+  """Returns equal values for errors of one cause, such as a full disk."""
   return getattr(error, 'errno', None) or repr(error)
 
 
 def _run_all(calls: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
   for call in iter(calls.get, None):
     call()
-    watchdog.report_progress()  # So that a long queue is no hang.
-    del call  # Or its arguments would stay in memory while the next is awaited.
+    watchdog.report_progress()  # A long queue must not look like a hang.
+    del call  # Free its arguments before waiting for the next call.
     if calls.empty():
-      # What comes meanwhile is run at once. To wake this thread for each call
-      # would cost the one that queues it 20 us: both need Python's lock.
+      # Let a few calls accumulate. Waking this thread for each call would cost
+      # the caller 20 us, because both need the GIL.
       time.sleep(_PAUSE_SECS)
 
 
@@ -227,10 +228,10 @@ def make_async(
 ) -> Callable[[Callable[..., T]], Callable[..., futures.Future[T]]]:
   """Makes a decorator that moves a function to a background thread.
 
-  A call returns a future of its result at once. Calls run in order, in one
-  thread for all instances of a method. When one fails, the calls after it do
-  not run but raise its error. As in JAXline, the second call already raises an
-  error that the first call makes at once: it waits up to 0.1 s for its end.
+  A call returns a future immediately. Calls run in order, and all instances of
+  a method share a thread. After a failure, later calls raise its error instead
+  of running. As in JAXline, if the first call fails quickly, the second already
+  raises its error: it waits up to 0.1 s for the first to end.
   """
 
   def decorator(fn: Callable[..., T]) -> Callable[..., futures.Future[T]]:
@@ -261,39 +262,37 @@ def py_prefetch(
   stall_secs: float | None = None,
   on_stall: Callable[[], None] = lambda: None,
 ) -> Generator[T, None, None]:
-  """Reads an iterable ahead on a thread of its own.
+  """Prefetches the elements of an iterable on a separate thread.
 
-  The thread starts with the first element asked for. Closing the generator,
-  dropping the last reference to it, or the end of the process stops the thread
-  and closes the iterator. An error is raised after the elements before it.
+  The thread starts when the first element is requested. It stops, and closes
+  the iterator, when the generator is closed or garbage-collected, or when the
+  process ends. An error is raised after the elements that precede it.
 
   Args:
-    iterable_function: called once, on the thread, and returns the iterable.
-    buffer_size: how many elements to hold at most: one that the thread waits to
-      pass on, and the others in the queue.
+    iterable_function: returns the iterable; called once, on the thread.
+    buffer_size: maximum number of elements to hold: one that the thread waits
+      to pass on, and the others in the queue.
     thread_name: name of the thread.
-    depth_of: returns, of the first element, how many to hold instead if that is
-      more. The thread is woken when half of them are used.
-    stall_secs: how long to wait for an element before `on_stall` is called.
-    on_stall: is called on the waiting thread.
+    depth_of: maps the first element to a larger maximum, if it should be
+      larger. The thread then wakes up when half of the elements are used.
+    stall_secs: time to wait for an element before calling `on_stall`.
+    on_stall: called on the waiting thread.
   """
   if buffer_size <= 1:
     raise ValueError(f'Got buffer_size={buffer_size}; expected at least 2.')
   name = thread_name or f'py_prefetch({function_name(iterable_function)})'
 
   def read() -> Generator[T, None, None]:
-    # SimpleQueues: the garbage collector may close this generator inside of
-    # their methods.
+    # The garbage collector may close this generator in a SimpleQueue's method.
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     room: queue.SimpleQueue[int] = queue.SimpleQueue()
-    room.put(buffer_size - 1)  # How many more elements may be put.
-    burst = [1]  # How many elements are used before the thread is told.
+    room.put(buffer_size - 1)  # It counts the free places for elements.
+    burst = [1]  # The thread is told after this many elements are used.
     closed = threading.Event()
     unraised: list[BaseException] = []
     end = object()
 
-    # The thread must not refer to this generator, which would then never be
-    # closed.
+    # The thread must not refer to this generator, or nothing would close it.
     def produce() -> None:
       try:
         iterator = iter(iterable_function())
@@ -335,19 +334,19 @@ def py_prefetch(
           room.put(used)
           used = 0
         yield item
-        del item  # Or it would stay in memory while the next one is awaited.
+        del item  # Free it before waiting for the next one.
       if unraised:
         raise unraised.pop()
     finally:
       closed.set()
-      room.put(1)  # For the thread that waits for it.
+      room.put(1)  # Wake the thread if it waits for room.
       # The garbage collector can close a generator on any thread.
       if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
       _log_all(name, unraised)
 
   reader = read()
-  # At the end of the process Python would close it without its modules.
+  # Close it at exit: later, Python would do so without the modules it uses.
   _readers.add(reader)
   _register_at_exit()
   return reader

@@ -1,4 +1,4 @@
-"""Connects to buckets, `gs://` and `s3://`, by TensorStore."""
+"""Connects to buckets (`gs://` and `s3://`) with TensorStore."""
 
 from collections.abc import Iterator
 import contextlib
@@ -8,15 +8,15 @@ from typing import Any
 
 from jaxline import errors
 
-DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's, by scheme.
-# TensorStore tries a request again after a 503, a timeout or a lost connection,
-# and doubles its delay from a second up to 32. It would try an address that is
-# not there for minutes.
+DRIVERS = {'gs': 'gcs', 's3': 's3'}  # Maps schemes to TensorStore's drivers.
+# After a 503, a timeout or a lost connection, TensorStore retries a request,
+# with delays that double from 1 s to 32 s. Without these limits, it would retry
+# an address that does not exist for minutes.
 _RETRIES = {'max_retries': 6, 'max_delay': '8s'}
 
 
 def connect(url: str, threads: int) -> Any:
-  """Returns the `tensorstore.KvStore` of the keys that begin with a URL."""
+  """Returns the `tensorstore.KvStore` of all keys below a URL."""
   import tensorstore as ts
 
   scheme, _, rest = url.partition('://')
@@ -29,13 +29,13 @@ def connect(url: str, threads: int) -> Any:
     if region := os.environ.get('AWS_REGION'):
       spec['aws_region'] = region
     if {'AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'} <= os.environ.keys():
-      # TensorStore logs an error for each profile file that is not there.
+      # Otherwise TensorStore logs an error for each missing profile file.
       spec['aws_credentials'] = {'type': 'environment'}
   context = {
     f'{driver}_request_retries': _RETRIES,
     f'{driver}_request_concurrency': {'limit': threads},
   }
-  try:  # It connects later.
+  try:  # This does not connect yet.
     return ts.KvStore.open(spec, context=ts.Context(context)).result()
   except ValueError as e:
     raise errors.UsageError(f'{url}: {str(e).partition(" [")[0]}') from e
@@ -43,7 +43,7 @@ def connect(url: str, threads: int) -> Any:
 
 @contextlib.contextmanager
 def os_errors(url: str) -> Iterator[None]:
-  """Turns the errors of TensorStore, all ValueErrors, into OSErrors."""
+  """Turns TensorStore's errors, which are all ValueErrors, into OSErrors."""
   try:
     yield
   except ValueError as e:

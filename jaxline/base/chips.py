@@ -1,4 +1,4 @@
-"""Published peaks of chips, and TPU topologies on machines without TPUs."""
+"""Peak rates of accelerator chips, and TPU topologies without TPUs."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -14,47 +14,48 @@ from jaxline import errors
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One accelerator chip: a device of JAX. Rates are in bytes/s and FLOP/s."""
+  """An accelerator chip (a JAX device). Rates are in bytes/s and FLOP/s."""
 
-  name: str  # The one in a topology's name, or its common name.
+  name: str  # The name in a topology, or its common name.
   device_kinds: tuple[str, ...]  # JAX's names.
   peak_flops: float  # The peak of dense bfloat16 matrix products.
   hbm_bytes: float  # The memory that a program may use.
   hbm_bandwidth: float
-  ici_links: int  # To neighbours, on the fast network; 0: not known.
-  ici_link_bandwidth: float  # The rate of one link, one way.
-  dcn_bandwidth: float  # Its share of its host's, one way; 0: not known.
+  ici_links: int  # Links to neighbors on the fast network; 0 if unknown.
+  ici_link_bandwidth: float  # The rate of one link in one direction.
+  dcn_bandwidth: float  # The chip's share of its host, one way; 0 if unknown.
 
   @property
   def ici_bandwidth(self) -> float:
-    """Bytes/s over all links, one way."""
+    """Bytes/s over all links, in one direction."""
     return self.ici_links * self.ici_link_bandwidth
 
 
 def _chip(name: str, kinds: str, *numbers: float) -> Chip:
-  """Makes a chip of numbers in TFLOP/s, of GiB (TPU) or GB, and of GB/s."""
+  """Makes a chip from numbers in TFLOP/s, GiB (TPU) or GB, and GB/s."""
   flops, memory, bandwidth, links, link, dcn = (*numbers, 0, 0, 0)[:6]
   memory *= 2.0**30 if kinds.startswith('TPU') else 1e9
   rates = bandwidth * 1e9, int(links), link * 1e9, dcn * 1e9
   return Chip(name, tuple(kinds.split(', ')), flops * 1e12, memory, *rates)
 
 
-# TFLOP/s; memory and its bandwidth; links, of each its bandwidth; DCN.
+# Columns: TFLOP/s, memory and its bandwidth, links, bandwidth of a link, DCN.
 #
 # TPUs: https://cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, and for v4's
 # links Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer"
-# (2023). The pages give the bandwidth of links in both directions together, of
-# which half is used here. Memory is what libtpu 0.0.52 reports when a program
-# needs more. DCN: v5e has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s for a chip,
-# v6e 25.6 Tbit/s for 256. For v4 there is no number; it is assumed to be as
-# v5p. JAX makes two devices of a v7x chip (2307 TFLOP/s, 192 GiB, 7380 GB/s),
-# which is here for utilization only.
+# (2023). The pages give the bandwidth of links for both directions; the table
+# has half of it. Memory is the limit that libtpu 0.0.52 reports when a program
+# needs more. DCN: v5e has 2 x 100 Gbit/s for 8 chips, v5p 50 Gbit/s per chip,
+# v6e 25.6 Tbit/s for 256 chips. v4 has no published number and is assumed to
+# equal v5p. A v7x chip (2307 TFLOP/s, 192 GiB, 7380 GB/s) is two JAX devices;
+# it is listed for utilization only.
 #
-# GPUs: NVIDIA's data sheets, without sparsity; NVLink one way (half of the
-# "total bandwidth"); network of NVIDIA's own DGX machines, one adapter for a
-# GPU (200 Gbit/s with A100, else 400), which other machines may not have. Cards
-# of other makers' machines, whose networks differ, have no bounds for what they
-# send, and TFLOP/s with sums in float32. Of the GeForce and RTX cards: NVIDIA's
+# GPUs: NVIDIA's data sheets, without sparsity. NVLink is one way, half of the
+# "total bandwidth". The network is that of NVIDIA's DGX machines, with one
+# adapter per GPU (200 Gbit/s with A100, else 400), which other machines may
+# lack. Rows without links are cards for machines of other makers, whose
+# networks differ: they have no bounds for communication, and their TFLOP/s
+# accumulate in float32. For the GeForce and RTX cards, the source is NVIDIA's
 # white papers on the Ampere GA102 and the Ada architecture.
 # fmt: off
 _CHIPS = (
@@ -83,61 +84,61 @@ _CHIPS = (
 # fmt: on
 
 _ENVIRONMENT = {
-  # Otherwise libtpu asks a metadata server, which only Cloud machines have, ...
+  # These three keep libtpu from asking a metadata server for the machine's type
+  # and hosts. Only Cloud machines have such a server.
   'TPU_SKIP_MDS_QUERY': '1',
-  # ... for its type and for its other hosts, ...
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # ... and refuses to be loaded by two processes, which would share a TPU.
+  # libtpu lets only one process load it by default, so that none share a TPU.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 
 
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-  """Returns chip and shape of the topology of a name, such as 'v4:4x4x4'.
+  """Parses the name of a topology, such as 'v4:4x4x4', to a chip and a shape.
 
-  The chip has the links that it has in this shape, at most.
+  The chip's number of links is reduced to those that the shape allows.
 
   Raises:
-    UsageError: there is no such chip, or the rest of the name is no shape.
+    UsageError: the chip is unknown, or the rest of the name is not a shape.
   """
-  # The links of other chips are not known.
+  # Only these chips have known links.
   tpus = {c.name: c for c in _CHIPS if c.ici_links and c.name.startswith('v')}
   kind, _, shape_text = name.partition(':')
   if kind not in tpus or not re.fullmatch(r'[1-9]\d*(x[1-9]\d*)+', shape_text):
     raise errors.UsageError(
-      f'config.topology is {name!r}; expected CHIP:SHAPE, with a chip of'
+      f'config.topology is {name!r}; expected CHIP:SHAPE with one of the chips'
       f" {sorted(tpus)}, such as 'v4:4x4x4' or 'v5e:4x8'."
     )
   shape = tuple(map(int, shape_text.split('x')))
-  # A dimension of 1 has no link, one of 2 has one, a ring two.
+  # An axis of size 1 has no link, an axis of size 2 has one, a ring has two.
   links = sum(min(size - 1, 2) for size in shape)
   return dataclasses.replace(tpus[kind], ici_links=links), shape
 
 
 def chip_of(device: Any) -> Chip | None:
-  """Returns the chip that a device is; None where its peaks are not known."""
+  """Returns the chip of a device; None if its peak rates are unknown."""
   kind = device.device_kind
   return next((chip for chip in _CHIPS if kind in chip.device_kinds), None)
 
 
 def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
-  """Returns devices to compile for with the TPU compiler; none need be here.
+  """Returns virtual TPU devices to compile for.
 
-  They hold no arrays and run no programs. The environment is changed so that
-  this process cannot use the TPUs of this machine.
+  They hold no arrays and run no programs. The function changes the environment
+  so that this process cannot use TPUs of this machine.
 
   Args:
     name: the topology of one slice.
-    num_slices: how many of them, joined by the data centre's network.
+    num_slices: number of slices, connected by the data center's network.
 
   Raises:
-    UsageError: the compiler is not installed, or knows no such topology.
+    UsageError: the TPU compiler is not installed or rejects the topology.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise errors.UsageError(
-      f'config.topology is {name}, and the TPU compiler is not installed;'
-      " install it with pip install -e '.[tpu-aot]'."
+      f'config.topology is {name}, but the TPU compiler is not installed.'
+      " Install it with pip install -e '.[tpu-aot]'."
     )
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
@@ -145,11 +146,11 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Any]:
 
   options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
   if name.startswith('v4:'):
-    # libtpu makes two devices of a chip by default; a real one has one.
+    # libtpu makes two devices of a chip by default; on hardware there is one.
     options['chip_config_name'] = 'megacore'
   try:
     return topologies.get_topology_desc(name, 'tpu', **options).devices
   except jax.errors.JaxRuntimeError as e:
     raise errors.UsageError(
-      f'libtpu makes no {name} of {num_slices} slices: {e}'
+      f'libtpu does not support {name} with {num_slices} slices: {e}'
     ) from e

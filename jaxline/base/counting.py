@@ -1,7 +1,7 @@
-"""Counts the FLOPs of a traced program, without a compiler or an array.
+"""Counts the FLOPs of a traced program, without compiling or running it.
 
-XLA changes the program (fusions, recomputation, dead code); `compile.measure`
-measures the result.
+XLA changes the program (fusions, recomputation, dead code). To measure the
+compiled program, see `compile.measure`.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from absl import logging
 import jax
 import numpy as np
 
-# The forward pass, and for the backward pass one product for each operand.
+# One product in the forward pass; one per operand in the backward pass.
 PRODUCTS_IN_TRAINING = 3
 
 
 def flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products and convolutions of a program's jaxpr.
 
-  A multiplication and an addition are two. The whole program counts, over all
-  devices, a pipeline without its bubble (`partly_used`). Of a `cond` the most
-  expensive branch counts. A `while` counts once, with a warning if it has
+  A multiplication and an addition count as two FLOPs. The count covers all
+  devices, without a pipeline's bubble (see `partly_used`). A `cond` counts its
+  most expensive branch. A `while` counts one round, with a warning if it has
   products. cuDNN's attention counts fully, although a causal kernel skips about
-  half; splash attention counts without the blocks that it skips.
+  half of it; splash attention counts only the blocks that it computes.
   """
   return _jaxpr_flops(jaxpr, _ALL)
 
@@ -33,9 +33,8 @@ def flops(jaxpr: Any) -> float:
 def forward_flops(jaxpr: Any) -> float:
   """Returns the FLOPs of the products in the forward pass of a traced gradient.
 
-  Left out are recomputation, all outside of `jax.grad` (or
-  `jax.value_and_grad`), and gradients that the differentiated function takes
-  itself.
+  It excludes recomputation, everything outside `jax.grad` (or
+  `jax.value_and_grad`), and gradients inside the differentiated function.
   """
   return _jaxpr_flops(jaxpr, _OUTSIDE)
 
@@ -44,16 +43,16 @@ _SCOPE = re.compile(r'(\d+)_of_(\d+)_used')
 
 
 def partly_used(used: int, size: int) -> Any:
-  """Returns a context: `used` of `size` equal parts inside are counted.
+  """Returns a context in which only `used` of `size` equal parts count.
 
-  A pipeline does not use what its stages compute in some rounds, nor a mixture
-  of experts what is in free slots.
+  For example, a pipeline discards the results of some rounds, and a mixture of
+  experts discards free slots.
   """
   return jax.named_scope(f'{used}_of_{size}_used')
 
 
-# What is counted: all of a program; or the products of its forward pass, which
-# JAX names 'jvp' and not 'transpose', from outside or inside of it.
+# What to count: the entire program; or only the forward pass, for equations
+# outside or inside of it. (JAX's names have 'jvp', and not 'transpose'.)
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 
@@ -62,17 +61,17 @@ def _jaxpr_flops(jaxpr: Any, counted: int) -> float:
 
 
 def _equation_flops(equation: Any, counted: int) -> float:
-  from jax.extend import core  # It would make every import slower.
+  from jax.extend import core  # Importing it at the top would be slow.
 
   name, params = equation.primitive.name, equation.params
   if counted != _ALL:
-    # The other entries are scopes, which have the names of the model's layers.
+    # The other entries are scopes, named after layers of the model.
     stack = equation.source_info.name_stack.stack
     made_by = [x.name for x in stack if type(x).__name__ == 'Transform']
     if 'transpose' in made_by:
       return 0.0
     counted = _INSIDE if 'jvp' in made_by else counted
-  # Equations of an inner program do not have the scopes of its equation.
+  # Equations of an inner program do not inherit the scopes of their equation.
   used, size = 1, 1
   for entry in equation.source_info.name_stack.stack:
     if match := _SCOPE.fullmatch(entry.name):
@@ -87,7 +86,7 @@ def _equation_flops(equation: Any, counted: int) -> float:
     return max(inner) * used / size
   if name == 'while' and sum(inner):
     logging.warning(
-      'A while loop of %.3g FLOPs a round was counted once.', sum(inner)
+      'A while loop of %.3g FLOPs per round was counted once.', sum(inner)
     )
   return _repeats(equation) * sum(inner) * used / size
 
@@ -102,10 +101,10 @@ def _repeats(equation: Any) -> float:
     return math.prod(mesh.shape[a] for a in params['newly_manual_axes'])
   if name == 'pallas_call':
     grid = params['grid_mapping'].grid
-    # A size that is not known counts once.
+    # Unknown sizes count as 1.
     rounds = math.prod(size for size in grid if isinstance(size, int))
     if 'splash_m' in str(equation.source_info.name_stack):
-      first = equation.invars[0].aval  # The blocks of the mask, if it has one.
+      first = equation.invars[0].aval  # The mask's blocks, if there is a mask.
       if np.issubdtype(first.dtype, np.integer):
         return rounds * splash_share(*first.shape[-2:])
     return rounds
@@ -113,9 +112,10 @@ def _repeats(equation: Any) -> float:
 
 
 def splash_share(rows: int, columns: int) -> float:
-  """Returns the part of splash attention's blocks that a mask leaves.
+  """Returns the fraction of splash attention's blocks that a mask keeps.
 
-  A causal mask has as many columns (blocks of keys) as rows, others have fewer.
+  A causal mask has the same number of rows and columns (blocks of keys); other
+  masks have fewer columns.
   """
   return (rows + 1) / (2 * rows) if rows == columns else 1.0
 
@@ -129,25 +129,25 @@ def count_kernel_overlaps(
   dilation: int,
   kernel_dilation: int,
 ) -> int:
-  """Counts the pairs of output and kernel position that meet an element.
+  """Counts the pairs of output and kernel positions that use an input element.
 
-  Output o and kernel position k meet what is at x = o * stride - low +
-  k * kernel_dilation; that is an element of the input, not padding nor a hole
-  of its dilation, where 0 <= x <= (size - 1) * dilation and dilation divides x.
+  Output o and kernel position k use position x = o * stride - low +
+  k * kernel_dilation. It holds an input element, and not padding or a hole of
+  the dilation, if 0 <= x <= (size - 1) * dilation and dilation divides x.
   """
   at = np.arange(kernel, dtype=np.int64) * kernel_dilation - low
   first = np.maximum(-(at // stride), 0)
   last = np.minimum(((size - 1) * dilation - at) // stride, out - 1)
   common = math.gcd(stride, dilation)
   every = dilation // common
-  # o * stride = -at (mod dilation) is solved by one o in `every`, or by none.
+  # One o in `every` solves o * stride = -at (mod dilation), or none does.
   rest = -at // common * pow(stride // common, -1, every) % every
   solutions = (last - rest) // every - (first - 1 - rest) // every
   return int(np.where(at % common == 0, np.maximum(solutions, 0), 0).sum())
 
 
 # The primitives that multiply. Each function takes the shapes of the operands,
-# that of the result and the parameters.
+# the shape of the result, and the parameters.
 
 
 def _dot(shapes: Any, out: Any, params: Any) -> int:
@@ -159,7 +159,7 @@ def _ragged_dot(shapes: Any, out: Any, params: Any) -> int:
   numbers = params['ragged_dot_dimension_numbers']
   (contracted, _), _ = numbers.dot_dimension_numbers
   if set(numbers.lhs_ragged_dimensions) <= set(contracted):
-    # The result has a matrix a group, and the rows are shared out among them.
+    # The result has one matrix per group; each row belongs to one group.
     out = out[1:]
   return _dot(shapes, out, {'dimension_numbers': numbers.dot_dimension_numbers})
 
@@ -187,7 +187,7 @@ def _convolution(shapes: Any, out: Any, params: Any) -> int:
 def _attention(
   shapes: Any, out: Any, params: Any, of_queries: int = 1, of_values: int = 1
 ) -> int:
-  """Counts products of the weights with queries or keys, and with values."""
+  """Counts products of attention weights with queries or keys, and values."""
   del out
   query, key, value = shapes[:3]
   length = 2 if params['layout'] else 1  # BNTH is 1, BTNH is 0.
@@ -198,7 +198,7 @@ def _attention(
 _PRODUCTS: dict[str, Callable[[Any, Any, Any], int]] = {
   'conv_general_dilated': _convolution,
   'dot_general': _dot,
-  # Backward: the weights again, and a gradient of either factor of both.
+  # Backward: the weights again, and two gradients of each of the two products.
   'dot_product_attention_bwd': functools.partial(
     _attention, of_queries=3, of_values=2
   ),

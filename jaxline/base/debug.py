@@ -1,10 +1,10 @@
-"""Debuggers for a run, and the log of its activities.
+"""Debugs a run, and logs its activities.
 
-`--jaxline_post_mortem` (`debugger_fallback`): the error, then pdb at the last
-line of the user's own files that led to it.
+`--jaxline_post_mortem` (`debugger_fallback`) prints an error, then enters pdb
+at the last line of the user's own files that led to it.
 
-`--jaxline_disable_pmap_jit` (`disable_pmap_jit`): every operation runs when its
-line runs. docs/reference/from_jaxline.md has what a value is then.
+`--jaxline_disable_pmap_jit` (`disable_pmap_jit`) runs every operation when its
+line runs. For the values of arrays then, see docs/reference/from_jaxline.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unittest import mock
 
 from absl import logging
 import jax
-from jax._src import core  # Only it can wait for each operation.
+from jax._src import core  # The public API cannot wait for each operation.
 
 from jaxline.base import goodput
 from jaxline.base import watchdog
@@ -33,19 +33,19 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 @dataclasses.dataclass
 class Settings:
-  """The switches, read at each use; jaxline.platform has their flags."""
+  """Switches that are read at each use; `jaxline.platform` has their flags."""
 
   post_mortem: bool = False
   disable_pmap_jit: bool = False
-  mode: str = 'eval'  # `train.evaluate` constructs with it.
+  mode: str = 'eval'  # The mode of the experiment in `train.evaluate`.
 
 
 settings = Settings()
-_debugger_lock = threading.Lock()  # Two would share one terminal.
+_debugger_lock = threading.Lock()  # Two debuggers cannot share a terminal.
 
 
 def kwargs_only(f: F) -> F:
-  """Makes a function refuse positional arguments."""
+  """Makes a function reject positional arguments."""
 
   @functools.wraps(f)
   def wrapped(**kwargs: Any) -> Any:
@@ -58,10 +58,10 @@ def kwargs_only(f: F) -> F:
 def log_activity(
   activity_name: str, *, category: str | None = None, logs_error: bool = False
 ) -> Iterator[None]:
-  """Logs the start and the end of the code inside: signs of life.
+  """Logs the start and the end of an activity, and reports progress.
 
-  `goodput` counts its time as `category`, if given. With `logs_error` the log
-  shows the traceback of its error.
+  If there is a `category`, `goodput` counts the time under it. With
+  `logs_error`, the traceback of an error is logged.
   """
   logging.info('[jaxline] %s starting...', activity_name)
   measured = goodput.measure(category) if category else contextlib.nullcontext()
@@ -82,14 +82,14 @@ def log_activity(
 
 
 def evaluate_should_return_dict(f: F) -> F:
-  """Lets an `evaluate` return None, with a warning once."""
+  """Lets an `evaluate` return None, and warns about it once."""
 
   @functools.wraps(f)
   def wrapped(*args: Any, **kwargs: Any) -> Any:
     if (scalars := f(*args, **kwargs)) is not None:
       return scalars
-    text = '`evaluate` returned None, which is deprecated: return the dict of'
-    text += ' scalars to write, {} if there are none.'
+    text = '`evaluate` returned None, which is deprecated. Return the dict of'
+    text += ' scalars to write, or {}.'
     logging.log_first_n(logging.WARNING, text, 1)
     return {}
 
@@ -97,10 +97,10 @@ def evaluate_should_return_dict(f: F) -> F:
 
 
 def debugger_fallback(f: F) -> F:
-  """Prints an error and enters pdb, if `settings.post_mortem` is on.
+  """Makes a function print an error and enter pdb, if `post_mortem` is set.
 
-  pdb starts on the thread that raised, once for each error, and not for
-  SystemExit and KeyboardInterrupt, nor without a terminal or piped commands.
+  pdb starts once per error, on the thread that raised it. It does not start for
+  SystemExit and KeyboardInterrupt, or without a terminal or piped commands.
   """
 
   @functools.wraps(f)
@@ -119,21 +119,21 @@ def debugger_fallback(f: F) -> F:
 
 
 def _post_mortem(error: Exception) -> None:
-  import pdb  # Few runs need it, and every start would load it.
+  import pdb  # Few runs need it.
 
   stdin: Any = sys.stdin
-  # pdb raises if stdin is closed: the run's own error counts.
+  # Ignore errors of pdb, for example if stdin is closed.
   with contextlib.suppress(Exception):
     if stdin.isatty() or (
       select.select([stdin], [], [], 0)[0] and stdin.buffer.peek()
     ):
-      # Where pdb writes: stderr gets it once, behind pdb.
+      # Print to stdout, like pdb. The end of the run prints it to stderr.
       traceback.print_exception(error, file=sys.stdout)
       debugger: Any = pdb.Pdb()
       debugger.get_stack = functools.partial(_own_stack, debugger.get_stack)
       debugger.reset()
       return debugger.interaction(None, error.__traceback__)
-  logging.warning('pdb does not start: stdin is no terminal, nor has commands.')
+  logging.warning('pdb needs a terminal or commands on stdin; not started.')
 
 
 _PYTHON, _JAXLINE = (
@@ -148,7 +148,7 @@ def is_installed(file: str) -> bool:
 
 
 def _own_stack(get_stack: Any, *args: Any) -> tuple[list[Any], int]:
-  """Returns a stack, and its innermost frame of the user's own files."""
+  """Returns a stack, and the index of the innermost frame of user code."""
   stack, innermost = get_stack(*args)
   files = [frame.f_code.co_filename for frame, _ in stack]
   is_own = lambda x: not (x.startswith(('<', _JAXLINE)) or is_installed(x))
@@ -157,9 +157,9 @@ def _own_stack(get_stack: Any, *args: Any) -> tuple[list[Any], int]:
 
 
 def disable_pmap_jit(fn: F) -> F:
-  """Runs a function op by op, if `settings.disable_pmap_jit` is on.
+  """Makes a function run op by op, if `settings.disable_pmap_jit` is set.
 
-  So do functions that were decorated with `jax.pmap` and `jax.jit` before, and
+  This includes functions that `jax.pmap` and `jax.jit` decorated earlier, and
   threads that the function starts.
   """
   return _op_by_op()(fn)
@@ -172,16 +172,16 @@ _patches = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def _op_by_op() -> Iterator[None]:
-  """Turns pmap and jit off in all threads, while anyone is inside."""
+  """Turns pmap and jit off in all threads while any context is open."""
   global _num_inside
   if not settings.disable_pmap_jit:
     yield
     return
-  import chex  # It takes as long to import as jax, and runs rarely need it.
+  import chex  # Importing it takes as long as jax, and few runs need it.
 
   with _lock:
     _num_inside += 1
-    if _num_inside == 1:  # A second patch might outlive the first.
+    if _num_inside == 1:  # Patch only once: a second patch might outlive it.
       _patch(chex.fake_pmap())
   try:
     with chex.fake_pmap_and_jit(enable_pmap_patching=False):
@@ -194,16 +194,16 @@ def _op_by_op() -> Iterator[None]:
 
 
 def _patch(fake_pmap: contextlib.AbstractContextManager[Any]) -> None:
-  logging.warning('pmap and jit are off: every operation runs by itself.')
-  # `jax.disable_jit` is for one thread.
+  logging.warning('pmap and jit are off: every operation runs separately.')
+  # `jax.disable_jit` affects only one thread.
   was_off = jax.config.values['jax_disable_jit']
   jax.config.update('jax_disable_jit', True)
   _patches.callback(jax.config.update, 'jax_disable_jit', was_off)
   _patches.enter_context(fake_pmap)
-  fake = lambda fun, **unused: fun  # The real one would trace its function.
+  fake = lambda fun, **unused: fun  # The original would trace its function.
   _patches.enter_context(mock.patch.multiple(jax, checkpoint=fake, remat=fake))
-  # There is no public way to wait for each operation. Without it, hundreds are
-  # in flight, which can deadlock several CPU devices.
+  # Wait for each operation, for which JAX has no public API. Otherwise hundreds
+  # are in flight, which can deadlock several CPU devices.
   run = core.EvalTrace.process_primitive
   wait = lambda *args: jax.block_until_ready(run(*args))
   waiting = mock.patch.object(core.EvalTrace, 'process_primitive', wait)

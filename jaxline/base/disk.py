@@ -1,4 +1,4 @@
-"""Opens and replaces regular files; the error and text of a full disk."""
+"""Opens and atomically replaces files; reports a full disk."""
 
 from collections.abc import Iterator
 import contextlib
@@ -14,17 +14,17 @@ from typing import Any, BinaryIO
 
 from jaxline import errors
 
-PARTIAL = '.partial'  # The end of the name of a file that is being written.
+PARTIAL = '.partial'  # The suffix of a file that is being written.
 # The errno values for a full file system or quota.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FullDiskError(errors.RunError, OSError):
-  """A file system or a quota has no room; the message says what to do."""
+  """A file system or a quota is full; the message tells what to do."""
 
   def __str__(self) -> str:
     return (
-      f'{self.strerror}: {self.filename}. Make room, then start the same'
+      f'{self.strerror}: {self.filename}. Free some space, then run the same'
       ' command again.'
     )
 
@@ -36,48 +36,48 @@ _KINDS = {
   stat.S_IFIFO: 'a FIFO',
   stat.S_IFSOCK: 'a socket',
 }
-# Should the file be replaced after it was looked at. Windows has neither.
+# These guard against a replacement between check and open. Windows lacks both.
 _FLAGS = getattr(os, 'O_NOFOLLOW', 0) | getattr(os, 'O_NONBLOCK', 0)
 
 
 class ForeignFileError(errors.UsageError, OSError):
-  """A run's directory has something that no run makes, such as a link."""
+  """A run's directory contains something that no run makes, such as a link."""
 
 
 def check_kind(
   path: str | os.PathLike[str], kind: int = stat.S_IFREG, *, links: bool = False
 ) -> None:
-  """Raises ForeignFileError where something of a different kind is.
+  """Raises ForeignFileError if a path exists and has a different kind.
 
-  The kind is S_IFREG or S_IFDIR; `links` allows a link to a directory.
+  `kind` is S_IFREG or S_IFDIR; `links` allows a link to a directory.
   """
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     found = stat.S_IFMT(os.lstat(path).st_mode)
     if found != kind and not (links and os.path.isdir(path)):
       raise ForeignFileError(
         f'{os.fspath(path)} is {_KINDS.get(found, "a device")}; expected'
-        f' {_KINDS[kind]} of a run. Remove it, or give another directory.'
+        f' {_KINDS[kind]} of a run. Remove it, or use a different directory.'
       )
 
 
 def open_regular(path: str, flags: int) -> int:
-  """Opens a regular file, as the `opener` of `open`; refuses all else."""
+  """Opens a regular file, as `opener` of `open`; rejects all other kinds."""
   check_kind(path)
   return os.open(path, flags | _FLAGS, 0o666)
 
 
 def is_address(place: str | os.PathLike[str]) -> bool:
-  """Returns whether a place is the address of a bucket, not a local path."""
+  """Returns whether a place is the address of a bucket instead of a path."""
   return '://' in os.fspath(place)
 
 
 def check_local(path: str | os.PathLike[str], what: str) -> None:
-  """Raises a UsageError, which names `what`, for the address of a bucket."""
+  """Raises UsageError, which names `what`, for the address of a bucket."""
   if is_address(path):
     raise errors.UsageError(
-      f'{what} is {os.fspath(path)!r}; expected a path of this machine. Mount'
-      ' the bucket, for instance with gcsfuse (gs://) or mountpoint-s3 (s3://),'
-      ' and give the path that it has here.'
+      f'{what} is {os.fspath(path)!r}; expected a local path. Mount the bucket,'
+      ' for example with gcsfuse (gs://) or mountpoint-s3 (s3://), and give the'
+      ' path of the mount.'
     )
 
 
@@ -85,10 +85,10 @@ def check_local(path: str | os.PathLike[str], what: str) -> None:
 def replacing(path: pathlib.Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
   """Opens a temporary file, and renames it once it is complete and synced.
 
-  If the block raises, the file keeps its old content. `mode` says who may read
-  it, from its creation on.
+  If the block raises an error, the file keeps its old content. The temporary
+  file has the permissions `mode` from its creation on.
   """
-  # Two threads, or machines, may write the same file.
+  # The name is random, since two threads or machines may write the same file.
   partial = path.with_name(f'.{path.name}.{secrets.token_hex(4)}{PARTIAL}')
   try:
     opener = functools.partial(os.open, mode=mode)
@@ -107,7 +107,7 @@ def replacing(path: pathlib.Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def make_directory(path: pathlib.Path) -> None:
-  """Makes a directory, and those above it, which a power loss leaves there."""
+  """Makes a directory and its parents, and syncs them to the disk."""
   if not path.is_dir():
     check_kind(path, stat.S_IFDIR)
     make_directory(path.parent)
@@ -116,12 +116,12 @@ def make_directory(path: pathlib.Path) -> None:
 
 
 def to_json(value: Any) -> bytes:
-  """Returns a value as the text of a small file."""
+  """Returns a value as JSON for a small file."""
   return json.dumps(value, indent=1).encode() + b'\n'
 
 
 def failed_write(error: OSError, path: pathlib.Path) -> OSError:
-  """Returns an error that names a path, and how much room a full disk has."""
+  """Returns an error with the path and, for a full disk, its free space."""
   text = error.strerror or str(error)
   if error.errno not in _FULL:
     return OSError(error.errno, text, str(path))
@@ -131,7 +131,7 @@ def failed_write(error: OSError, path: pathlib.Path) -> OSError:
 
 
 def sync_directory(directory: pathlib.Path) -> None:
-  """Waits until the disk knows the names that a directory has now."""
+  """Waits until the current names in a directory are on the disk."""
   try:
     fd = os.open(directory, os.O_RDONLY)
     try:

@@ -1,10 +1,10 @@
-"""Accounts a run's wall time, and counts what JAX compiles.
+"""Splits a run's wall time into categories, one of which is compilation.
 
-In a `run` each moment of the thread that trains belongs to one category: that
-of the innermost `measure`, or 'compilation' while JAX traces, lowers or
-compiles. So the seconds of all categories add up to the time since it began.
-What no measure is about is 'start' until the first step or evaluation, and
-'other' after that. Other threads measure nothing.
+In a `run`, each moment of the training thread belongs to one category: the
+category of the innermost `measure`, or 'compilation' while JAX traces, lowers
+or compiles. So the seconds of all categories add up to the run's wall time.
+Time outside of every measure counts as 'start' until the first step or
+evaluation, and as 'other' after it. Other threads measure nothing.
 """
 
 import collections
@@ -17,24 +17,24 @@ from typing import Any
 
 import jax
 
-# Tracing, lowering and the backend's compilation or its retrieval from a cache.
-# JAX reports the start of each as a scalar, and the end as a duration.
+# JAX's events for tracing, lowering, and compiling or reading from the cache.
+# It reports the start of each as a scalar, and the end as a duration.
 _PHASES = '/jax/core/compile/'
 
 _clock = time.perf_counter
 
-# Seconds by category, of all runs, without those since `_marked`.
+# Seconds by category of all runs, up to the time `_marked`.
 _spent: dict[str, float] = collections.defaultdict(float)
 _marked = 0.0
 # The categories of the open measures of the run, outermost first.
 _open: list[str] = []
-_owner: int | None = None  # The thread that the run is accounted for on.
+_owner: int | None = None  # The thread whose time is measured.
 
 
 class _Thread(threading.local):
-  """What this thread compiles."""
+  """The compilations of this thread."""
 
-  depth = 0  # How many phases are open. One can contain others.
+  depth = 0  # Number of open phases, which can be nested.
   compiled_secs = 0.0
 
 
@@ -52,9 +52,9 @@ def _settle() -> None:
 
 @contextlib.contextmanager
 def run() -> Iterator[None]:
-  """Accounts for the time of a run, on this thread.
+  """Measures the time of a run on this thread.
 
-  A `run` inside of another, or beside it on another thread, is no other one.
+  While a run is open, a nested `run` and one on a different thread do nothing.
   """
   global _owner
   listen()
@@ -71,7 +71,7 @@ def run() -> Iterator[None]:
 
 @contextlib.contextmanager
 def measure(category: str) -> Iterator[None]:
-  """Counts the time inside, but for inner measures, as of a category."""
+  """Counts the time inside, except in nested measures, under a category."""
   if _owner != threading.get_ident():
     yield
     return
@@ -84,19 +84,19 @@ def measure(category: str) -> Iterator[None]:
     yield
   finally:
     _settle()
-    # An interrupt may have kept those inside from ending.
+    # An interrupt may have left nested measures open.
     del _open[depth:]
 
 
 def add(category: str, secs: float) -> None:
-  """Moves seconds that have just passed from the innermost measure to here."""
+  """Moves seconds that have just passed from the open measure to a category."""
   if _owner == threading.get_ident():
     _spent[category] += secs
     _spent[_open[-1]] -= secs
 
 
 def seconds_by_category() -> dict[str, float]:
-  """Returns the seconds that runs in this process have spent, by category."""
+  """Returns the seconds that runs of this process have spent by category."""
   found = _spent.copy()
   for category in _open[-1:]:
     found[category] += _clock() - _marked
@@ -104,7 +104,7 @@ def seconds_by_category() -> dict[str, float]:
 
 
 def compiled_secs() -> float:
-  """Returns for how many seconds this thread has compiled since `listen`."""
+  """Returns the seconds that this thread has spent compiling since `listen`."""
   return _thread.compiled_secs
 
 
@@ -123,6 +123,6 @@ def _on_end(event: str, duration_secs: float, **unused: Any) -> None:
 
 @functools.cache
 def listen() -> None:
-  """Has JAX say what it compiles, from the first call on."""
+  """Starts listening to JAX's compilation events; later calls do nothing."""
   jax.monitoring.register_scalar_listener(_on_start)
   jax.monitoring.register_event_duration_secs_listener(_on_end)

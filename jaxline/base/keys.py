@@ -1,6 +1,6 @@
-"""Rows of the table of config keys, and checks of values.
+"""Declares config keys: default, valid values, and effect on resuming.
 
-Each subsystem has the rows of its own keys as `KEYS`; `base_config` joins them.
+Each subsystem lists its keys in `KEYS`, and `base_config` joins the lists.
 `read` builds an experiment's own config.
 """
 
@@ -26,33 +26,33 @@ ANY = '(?s).*'  # A regular expression.
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """What a value must be."""
+  """A check of a value."""
 
   expected: str  # The valid values in words.
-  accepts: Callable[[Any], Any]  # False, or an error, for an invalid value.
+  accepts: Callable[[Any], Any]  # Returns False or raises for invalid values.
   # The type of a value that replaces a default of None. With `object`, a value
   # of any type replaces any default.
   kind: type | None = None
-  is_path: bool = False  # It names a file, and may begin with `~`.
+  is_path: bool = False  # Whether it is a file name, which may start with `~`.
 
   def require(self, name: str, value: Any) -> None:
-    """Raises a UsageError if the value of this name is invalid."""
+    """Raises UsageError, which gives the name, if a value is invalid."""
     why = ''
     try:
       if self.accepts(value) is not False:
         return
     except errors.UsageError:
-      raise  # It names the part of the value that is wrong.
+      raise  # It names the invalid part of the value.
     except (TypeError, ValueError) as e:
       why = f' ({e})'
-    # A ConfigDict takes milliseconds to write out: only a wrong one is.
+    # Formatting a ConfigDict takes milliseconds, so do it only for errors.
     raise errors.UsageError(
       f'{name} is {value!r:.200}{why}; expected {self.expected}.'
     )
 
 
 def optional(check: Check) -> Check:
-  """Accepts None, too."""
+  """Accepts None, and all values that `check` accepts."""
   return dataclasses.replace(
     check,
     expected=f'{check.expected}, or None',
@@ -61,12 +61,12 @@ def optional(check: Check) -> Check:
 
 
 def one_of(*valid: str) -> Check:
-  """Accepts some words."""
+  """Accepts the words in `valid`."""
   return Check(f'one of {valid}', lambda x: x in valid, str)
 
 
 def text(expected: str, pattern: str = ANY, *, is_path: bool = False) -> Check:
-  """Accepts text that matches a regular expression, or a path as text."""
+  """Accepts text that fully matches a regular expression, or such a path."""
 
   def accepts(x: Any) -> bool:
     if is_path and isinstance(x, os.PathLike):
@@ -108,7 +108,7 @@ def mapping(expected: str) -> Check:
 def record(
   fits: Callable[[Any], Any] = lambda x: True, /, **checks: Check
 ) -> Check:
-  """Accepts a dict with these fields that `fits`; an absent field is None."""
+  """Accepts a dict that `fits` and whose fields pass; a missing one is None."""
 
   def accepts(x: Any) -> Any:
     if not isinstance(x, dict):
@@ -121,7 +121,7 @@ def record(
 
 
 def each(check: Check, kind: Any = dict, names: str = ANY) -> Check:
-  """Accepts a dict, or a list, of valid values; names match a pattern."""
+  """Accepts a dict or a list of valid values; a dict's keys match `names`."""
   named = text(f'one that matches {names}', names)
 
   def accepts(x: Any) -> bool:
@@ -145,7 +145,7 @@ def parse_ranges(text: str) -> list[tuple[int, int]]:
   """Returns the first and last numbers of ranges such as '10-15,1000'.
 
   Raises:
-    ValueError: the text is something else, or its numbers do not increase.
+    ValueError: the text is malformed, or its numbers do not increase.
   """
   ranges: list[tuple[int, int]] = []
   end = 0
@@ -167,22 +167,22 @@ RANGES = Check(
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """A key of the config."""
+  """A config key."""
 
-  name: str  # A dot follows the name of its section: 'decode.step'.
-  default: Any  # {} is a section, or a dict with keys of the user's choice.
+  name: str  # The prefix of a section ends with a dot: 'decode.step'.
+  default: Any  # {} means a section, or a dict with keys that the user chooses.
   check: Check
-  reason: str  # What the key is for, and why one would change it.
-  # What a change means for a run that is resumed: see `base_config`.
+  reason: str  # The purpose of the key, and why you would change it.
+  # The effect of a change on a run that is resumed: see `base_config`.
   effect: Literal['run', 'program', 'none'] = 'none'
-  # The per-device style refuses a value that is not the default.
+  # Whether the per-device style accepts only the default.
   sharded: bool = False
 
 
 def value_of(config: Any, rows: Iterable[Key], name: str) -> Any:
-  """Returns a key's value: the default of its row where a config has none.
+  """Returns the value of a key, or the default if the config lacks the key.
 
-  A value that the check refuses is a program's own, of the same name.
+  It returns the default too if the value is invalid, and so a program's own.
   """
   row = next(row for row in rows if row.name == name)
   try:
@@ -193,7 +193,7 @@ def value_of(config: Any, rows: Iterable[Key], name: str) -> Any:
 
 
 def check_attributes(config: Any, /, **checks: Check) -> None:
-  """Checks attributes of an experiment's own config, in its `__post_init__`."""
+  """Checks attributes of an experiment's config; call it in `__post_init__`."""
   for name, check in checks.items():
     check.require(name, getattr(config, name))
 
@@ -202,7 +202,7 @@ def check_attributes(config: Any, /, **checks: Check) -> None:
 
 
 def _nested(cls: Any) -> dict[str, Any]:
-  """Maps each field to the dataclass `C` of its type, `C` or `C | None`."""
+  """Maps each field to its dataclass `C` if its type is `C` or `C | None`."""
   found = {}
   for name, kind in typing.get_type_hints(cls).items():
     parts = typing.get_args(kind)
@@ -215,11 +215,11 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
   """Builds an experiment's own config.
 
   Args:
-    cls: a dataclass; each field is a key, nested where its type is a dataclass.
-    config: the values, for instance `config.experiment_kwargs.config`.
+    cls: a dataclass. Each field is a key, and a nested dataclass a section.
+    config: the values, for example `config.experiment_kwargs.config`.
 
   Raises:
-    errors.UsageError: a key is unknown or missing, or `cls` refuses a value.
+    errors.UsageError: a key is unknown or missing, or `cls` rejects a value.
   """
   values, nested = dict(config), _nested(cls)
   kinds = typing.get_type_hints(cls)
@@ -228,11 +228,11 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
     kind = kinds[key]
     is_none = isinstance(value, str | tuple) and value in ('None', (None,))
     if is_none and type(None) in typing.get_args(kind):
-      values[key] = None  # A flag sets these in place of a text or a tuple.
+      values[key] = None  # A flag of a text or a tuple cannot be None itself.
     elif (
       value is None
       and kind in (int, float, bool, str, tuple)
-      and getattr(cls, key, kind) is not None  # The default.
+      and getattr(cls, key, kind) is not None  # This is the default.
     ):
       raise errors.UsageError(
         f'{cls.__name__}: {key} is None; expected {kind.__name__}.'
@@ -250,9 +250,8 @@ def read(cls: type[T], config: Mapping[str, Any]) -> T:
 def with_defaults(cls: Any, config: Any) -> Any:
   """Adds the defaults of missing fields to an experiment's own config.
 
-  The default of a new field must be what runs did before it was added. A
-  `with_defaults(record)` of `cls` may leave out keys whose change makes no
-  other run.
+  When you add a field, its default must reproduce the old behavior. `cls` can
+  define `with_defaults(record)` to drop keys that do not affect training.
   """
   if cls is None or not isinstance(config, Mapping):
     return config

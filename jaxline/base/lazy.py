@@ -1,4 +1,4 @@
-"""Gives modules the names that JAXline's had, and imports them when used."""
+"""Lazily provides the names that JAXline's modules re-export."""
 
 from collections.abc import Mapping
 import importlib
@@ -6,7 +6,7 @@ import sys
 import types
 from typing import Any
 
-# A name -> the module, or module:attribute, for which it stands.
+# Maps a name to the module, or module:attribute, that it stands for.
 _NAMES = {
   'FLAGS': 'absl.flags:FLAGS',
   'F': 'jaxline.base.debug:F',
@@ -38,7 +38,7 @@ def _find(address: str) -> Any:
 
 
 class _Module(types.ModuleType):
-  """A module that rebinds a name in its home as well."""
+  """A module that forwards the rebinding of a name to its home module."""
 
   def __setattr__(self, name: str, value: Any) -> None:
     super().__setattr__(name, value)
@@ -47,15 +47,15 @@ class _Module(types.ModuleType):
 
 
 def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
-  """Lets one of JAXline's modules have the names that it has in JAXline.
+  """Gives a module all names that it has in JAXline.
 
-  Programs write `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
-  name is imported at its first use: chex takes as long to import as jax.
+  Programs use `experiment.utils` and `train.FLAGS`, and patch `utils.chex`. A
+  name is imported on first use, because importing chex takes as long as jax.
 
   Args:
-    module: the module, such as 'jaxline.train'.
-    shared: module -> names of it that this one has, too. A program that rebinds
-      one here rebinds it there, for the library.
+    module: the name of the module, such as 'jaxline.train'.
+    shared: home module -> names that `module` has too. If a program rebinds one
+      in `module`, it is rebound in the home module, which the library uses.
   """
   homes = {
     x: home for home, names in (shared or {}).items() for x in names.split()
@@ -64,7 +64,7 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   def find(name: str) -> Any:
     values = _find('absl.flags:FLAGS')
     flag = name.removeprefix('_').lower()
-    if name == f'_{flag.upper()}' and flag in values:  # `_CONFIG`, for one.
+    if name == f'_{flag.upper()}' and flag in values:  # For example `_CONFIG`.
       return _find('absl.flags:FlagHolder')(values, values[flag])
     try:
       return _find(_NAMES[name])
@@ -73,6 +73,6 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
       raise AttributeError(text) from e
 
   own = {name: _find(f'{home}:{name}') for name, home in homes.items()}
-  # Not by a definition in the module, after which mypy would take any name.
+  # If the module defined `__getattr__` itself, mypy would accept any name.
   vars(sys.modules[module]).update(own, __getattr__=find, _homes=homes)
   sys.modules[module].__class__ = _Module

@@ -16,25 +16,25 @@ _MODULE = r'\w+(\.\w+)*'
 
 
 def find(name: str, parent: type, recorded_in: str = '') -> Any:
-  """Returns the class, or another constructor, of a name.
+  """Imports the class, or other constructor, of a name.
 
   Args:
     name: `config.experiment_class`.
-    parent: a recorded class must be a subclass of it.
-    recorded_in: the directory of a run, which may be anybody's, if its record
-      names the class. '' if the user names it.
+    parent: a recorded class must be a subclass of this one.
+    recorded_in: the directory of the run whose record names the class. It may
+      belong to anyone, so it is not trusted. '' if the user names the class.
 
   Raises:
-    errors.UsageError: there is none of that name that can be imported; or it is
-      recorded, and no subclass of the parent, or lies in that directory.
+    errors.UsageError: the class cannot be imported; or it is recorded, and is
+      not a subclass of `parent`, or is defined inside that directory.
   """
   module_name, _, class_name = name.partition(':')
   if not re.fullmatch(rf'{_MODULE}:\w+', name):
     raise errors.UsageError(
       f"config.experiment_class is {name!r}; expected 'package.module:Class',"
-      " such as 'examples.lm.experiment:Experiment'. (`jaxline.load` and"
-      ' `jaxline.evaluate` also take experiment_class=Class.) A file my-x.py'
-      ' cannot be imported: call it my_x.py.'
+      " such as 'examples.lm.experiment:Experiment'. (In `jaxline.load` and"
+      ' `jaxline.evaluate` you can pass experiment_class=Class.) A file my-x.py'
+      ' cannot be imported; rename it to my_x.py.'
     )
   run = os.path.expanduser(recorded_in)
   _prefer_working_directory(module_name, run)
@@ -43,18 +43,18 @@ def find(name: str, parent: type, recorded_in: str = '') -> Any:
       _refuse_code_of(run, module_name)
     module = importlib.import_module(module_name)
   except ModuleNotFoundError as e:
-    # A missing dependency of the module is not a wrong name: let it through.
+    # Report only a wrong name, not a missing dependency of the module.
     if e.name and module_name.startswith(e.name):
       raise errors.UsageError(
-        f'config.experiment_class is {name!r}: {e}. Start in the directory that'
-        ' has it, or set PYTHONPATH to that.'
+        f'config.experiment_class is {name!r}: {e}. Run the command in the'
+        ' directory that contains it, or add that to PYTHONPATH.'
       ) from e
     raise
   file, other = _named.get(module_name), getattr(module, '__file__', None)
   if file and other and not run and file != os.path.realpath(other):
     raise errors.UsageError(
-      f'config.experiment_class is {name!r} of {other}, and not of {file}. Give'
-      ' the file another name.'
+      f'config.experiment_class is {name!r}, which imports {other} instead of'
+      f' {file}. Rename the file.'
     )
   found = getattr(module, class_name, None)
   if found is None:
@@ -69,17 +69,16 @@ def find(name: str, parent: type, recorded_in: str = '') -> Any:
 
 def _refused(name: str, expected: str) -> errors.UsageError:
   return errors.UsageError(
-    f'The directory of the run records the class or module {name!r}; expected'
-    f' {expected}. To use it all the same, override experiment_class with the'
-    ' recorded name.'
+    f'The run records the class or module {name!r}; expected {expected}. To use'
+    ' it anyway, override experiment_class with the recorded name.'
   )
 
 
 def _refuse_code_of(run: str, module: str) -> None:
-  """Raises UsageError if a module, or a package of it, lies in a run.
+  """Raises UsageError if a module, or one of its packages, is inside a run.
 
-  The packages are looked at one by one, because `find_spec` imports those above
-  the one that it looks for.
+  It checks the packages from the top down, because `find_spec` imports all
+  parents of the package that it looks for.
   """
   for name in itertools.accumulate(module.split('.'), '{}.{}'.format):
     if name in sys.modules:
@@ -88,11 +87,11 @@ def _refuse_code_of(run: str, module: str) -> None:
       spec = importlib.util.find_spec(name)
       file = spec.origin if spec and spec.has_location else None
     if file and _lies_in(file, run):
-      raise _refused(name, f'code outside of that directory, and not {file}')
+      raise _refused(name, f"code outside of the run's directory, not {file}")
 
 
 def _lies_in(path: str | os.PathLike[str], run: str) -> bool:
-  """Returns whether a path, or what it links to, is a directory or below it."""
+  """Returns whether a path, or the target of its links, is `run` or in it."""
   found = pathlib.Path(os.path.abspath(path)), pathlib.Path(path).resolve()
   above = {folder for x in found for folder in (x, *x.parents)}
   return os.path.isdir(run) and any(
@@ -101,11 +100,11 @@ def _lies_in(path: str | os.PathLike[str], run: str) -> bool:
 
 
 def _prefer_working_directory(module: str, run: str) -> None:
-  """Lets a module be imported from the working directory or one above it.
+  """Makes a module importable from the working directory or its parents.
 
   The nearest directory that has the module precedes the installed packages,
   because dm-haiku installs a package `examples`. The directory of the program
-  and PYTHONPATH still come first. A directory of the run is not one of these.
+  and PYTHONPATH still come first. Directories inside the run are skipped.
   """
   if module in sys.modules:
     return
@@ -116,7 +115,7 @@ def _prefer_working_directory(module: str, run: str) -> None:
     return any(x.is_file() for x in places)
 
   cwd = pathlib.Path.cwd()
-  # Anybody may write in directories like /tmp.
+  # Skip directories such as /tmp, to which anyone can write.
   above = [x for x in cwd.parents if not x.stat().st_mode & stat.S_ISVTX]
   trusted = (x for x in [cwd, *above] if not _lies_in(x, run))
   folder = next(filter(has_module, trusted), None)
@@ -125,23 +124,23 @@ def _prefer_working_directory(module: str, run: str) -> None:
   is_installed = lambda x: pathlib.Path(x).match('*-packages')
   end = [*map(is_installed, sys.path), True].index(True)
   if not any(has_module(pathlib.Path(x)) for x in sys.path[:end]):
-    # Permanently: worker processes and imports inside functions need it, too.
+    # Keep it: worker processes and imports inside functions need it later.
     sys.path.insert(end, str(folder))
   top = module.partition('.')[0]
   paths = getattr(sys.modules.get(top), '__path__', ())
   loaded = [pathlib.Path(x).parent for x in paths]
   if any(map(is_installed, loaded)) and not any(map(has_module, loaded)):
-    # The installed package of the same name has been imported.
+    # Forget the installed package of the same name, which was imported before.
     for name in [x for x in sys.modules if f'{x}.'.startswith(f'{top}.')]:
       del sys.modules[name]
 
 
-# Module -> the config file that the user has named, if it has the class.
+# Maps a module to the config file on the command line that defines the class.
 _named: dict[str, str] = {}
 
 
 def importable(file: str) -> str:
-  """Returns the name by which a file can be imported as a module."""
+  """Returns the module name under which a file can be imported."""
   path = pathlib.Path(os.path.abspath(file)).with_suffix('')
   places = map(os.path.abspath, ('', *sys.path))
   above = [path.relative_to(x) for x in places if path.is_relative_to(x)]
@@ -151,16 +150,19 @@ def importable(file: str) -> str:
 
 
 def check_own_class(file: str, values: Mapping[str, Any], named: str) -> None:
-  """Raises UsageError if a config names a namesake of a class in its file."""
+  """Raises UsageError if a config file names a class of a different file.
+
+  This happens in a copy of an example that still names the original class.
+  """
   module, _, name = named.partition(':')
   path = pathlib.Path(os.path.abspath(file))
   if getattr(values.get(name), '__module__', '') != values['__name__']:
     return
   if not path.as_posix().endswith(f'/{module.replace(".", "/")}.py'):
-    raise errors.UsageError(  # It is a copy, such as of an example.
-      f'config.experiment_class is {named!r}, but {file} has a class {name} of'
-      f" its own. Write config.experiment_class = f'{{__name__}}:{name}' there."
+    raise errors.UsageError(
+      f'config.experiment_class is {named!r}, but {file} defines its own class'
+      f" {name}. Write config.experiment_class = f'{{__name__}}:{name}' in it."
     )
   _named[module] = os.path.realpath(file)
   if '.' not in module and not path.parent.stat().st_mode & stat.S_ISVTX:
-    sys.path.insert(0, str(path.parent))  # Python does so for a program.
+    sys.path.insert(0, str(path.parent))  # Python does so for a script.

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
-# Returns the name of a path: 'params/linear/w'.
+# Returns the name of a path, such as 'params/linear/w'.
 name_of = functools.partial(jax.tree_util.keystr, simple=True, separator='/')
 
 
 def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
   """Returns the leaves of a tree by name, in the order of `jax.tree.leaves`.
 
-  Where the paths of several leaves join to the same name, the second gets '#2',
-  the third '#3'. None is not a leaf. `name` is the prefix of all names.
+  If several paths give the same name, '#2' is added to the second, '#3' to the
+  third. None is not a leaf. `name` is a prefix of all names.
   """
   named: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -24,7 +24,7 @@ def named_leaves(tree: Any, name: str = '') -> dict[str, Any]:
 
 
 def unique_name(name: str, taken: Container[str]) -> str:
-  """Returns a name that is not taken yet: with '#2', '#3' behind it if so."""
+  """Returns `name`, with '#2', '#3' ... added if it is taken."""
   unique, count = name, 1
   while unique in taken:
     count += 1

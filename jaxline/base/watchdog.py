@@ -1,7 +1,7 @@
 """Ends a run that hangs, and prints where it hangs.
 
-One thread watches one counter, the signs of life. If it stands still for too
-long, the thread prints the stacks of all threads and ends the process.
+A thread watches a counter of the run's progress. If it stops for too long, the
+thread prints the stacks of all threads and ends the process.
 """
 
 from collections.abc import Iterator
@@ -16,40 +16,42 @@ import traceback
 import types
 from typing import Any
 
+from jaxline import errors
+
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70
 
-# How long the report may take, in seconds: it may hang at a pipe or a disk.
+# Time limit of the report in seconds, since a pipe or a disk may block it.
 _REPORT_SECS = 10.0
 # The longest time between two looks at the counter, in seconds.
 _TICK_SECS = 1.0
-# A thread inside of these modules waits for a human.
+# A thread inside one of these modules waits for the user.
 _DEBUGGERS = ('pdb', 'bdb')
 
-# Whether the limit of the newest run also applies to the end of the process.
+# Whether the limit of the newest run applies to the process's exit too.
 covers_exit = False
 
 _signs = 0
 _secs = 0.0  # The limit of the newest run.
-_num_runs = 0  # How many are inside of `limit`.
+_num_runs = 0  # The number of open `limit` contexts.
 _ticker: threading.Thread | None = None
-_backstop = threading.Lock()  # Of faulthandler's timer.
+_backstop = threading.Lock()  # Guards faulthandler's timer.
 
 
 def report_progress() -> None:
-  """Counts a sign of life; it takes some tens of nanoseconds."""
+  """Reports progress to the watchdog; takes tens of nanoseconds."""
   global _signs
   _signs += 1
 
 
 @contextlib.contextmanager
 def limit(secs: float | None) -> Iterator[None]:
-  """Ends the process after some seconds without a sign of life inside.
+  """Ends the process after `secs` without progress inside the context.
 
-  A thread in pdb stops the clock, and so does a process that is stopped. A call
-  into C that never releases the interpreter's lock blocks the ticker too. Then
-  `faulthandler`, whose only timer this takes, prints the stacks and ends the
-  process with code 1 after twice the time without a tick.
+  The clock stops while a thread is in pdb or the process is suspended. A call
+  into C that never releases the GIL blocks the watchdog's thread too. In this
+  case `faulthandler` prints the stacks and ends the process with code 1 after
+  twice the time. The context uses faulthandler's only timer.
   """
   global _secs, _num_runs, _ticker
   if secs is None:
@@ -57,8 +59,8 @@ def limit(secs: float | None) -> Iterator[None]:
     return
   report_progress()
   _secs, _num_runs = secs, _num_runs + 1
-  _arm()  # The ticker may never get the interpreter's lock.
-  if _ticker is None or not _ticker.is_alive():  # As in a forked process.
+  _arm()  # The ticker may never get the GIL.
+  if _ticker is None or not _ticker.is_alive():  # A fork does not copy it.
     _ticker = threading.Thread(target=_tick, name='watchdog', daemon=True)
     _ticker.start()
   try:
@@ -71,7 +73,7 @@ def limit(secs: float | None) -> Iterator[None]:
 
 
 def is_debugged(frame: types.FrameType | None) -> bool:
-  """Returns whether a thread that runs this frame waits in a debugger."""
+  """Returns whether the thread of a frame waits in a debugger."""
   return any(
     f.f_globals.get('__name__') in _DEBUGGERS
     for f, _ in traceback.walk_stack(frame)
@@ -79,7 +81,7 @@ def is_debugged(frame: types.FrameType | None) -> bool:
 
 
 def _arm() -> bool:
-  """Winds up faulthandler's timer, and returns True, if there is a limit."""
+  """Restarts faulthandler's timer if a limit applies; returns whether so."""
   with _backstop:
     ends = covers_exit and getattr(threading, '_SHUTTING_DOWN', False)
     if is_watching := _num_runs > 0 or ends:
@@ -89,7 +91,7 @@ def _arm() -> bool:
 
 def _tick() -> None:
   hangs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-  # Started now, because no thread can be started while Python ends.
+  # Start it now, because no thread can be started while Python exits.
   reporter = threading.Thread(target=lambda: _report(*hangs.get()), daemon=True)
   reporter.start()
   silence, seen = 0.0, _signs
@@ -97,7 +99,7 @@ def _tick() -> None:
     secs, is_watching = _secs, _arm()
     tick = min(secs / 20, _TICK_SECS)
     time.sleep(tick)
-    # Not by a clock, which goes on while the process is stopped.
+    # Count ticks: a clock would not stop while the process is suspended.
     silence = silence + tick if is_watching and seen == _signs else 0.0
     seen = _signs
     if silence < secs:
@@ -116,24 +118,24 @@ def _tick() -> None:
 def _report(silence: float, frames: dict[int, types.FrameType]) -> None:
   text = (
     f'[jaxline] Watchdog: no sign of life for {silence:.1f} s. The process ends'
-    f' with code {EXIT_CODE}.\n'
+    f' with code {EXIT_CODE}.{errors.link("no sign of life")}\n'
   )
   names = {t.ident: t.name for t in threading.enumerate()}
   for ident, frame in frames.items():
     stack = traceback.format_stack(frame)
     text += f'\nThread {names.get(ident, ident)!r}:\n{"".join(stack)}'
-  # A thread that hangs on the way out of an error would hide the cause.
+  # A thread that hangs while it handles an error would hide the cause.
   for ident, found in sys._current_exceptions().items():
-    # Before Python 3.12, what sys.exc_info returns.
+    # Before Python 3.12, it is a tuple as in sys.exc_info.
     error: object = found[1] if isinstance(found, tuple) else found
     if isinstance(error, BaseException):
       stack = traceback.format_exception(error)
       text += f'\nThread {names.get(ident, ident)!r} had:\n{"".join(stack)}'
-  os.write(2, text.encode())  # The run may hang at the lock of sys.stderr.
+  os.write(2, text.encode())  # A hung thread may hold the lock of sys.stderr.
 
 
-# A forked process has faulthandler's timer without its thread, and would wait
-# for that at its end. So there is no timer while a process is forked.
+# A forked process would have faulthandler's timer but not its thread, and would
+# wait for the thread at exit. So the timer is canceled during a fork.
 
 
 def _before_fork() -> None:
@@ -144,13 +146,13 @@ def _before_fork() -> None:
 
 def _in_child() -> None:
   global _num_runs
-  _num_runs = 0  # The parent watches over its run.
+  _num_runs = 0  # Only the parent watches the run.
   _backstop.release()
 
 
 if hasattr(os, 'register_at_fork'):  # Windows does not fork.
   os.register_at_fork(
     before=_before_fork,
-    after_in_parent=_backstop.release,  # The next tick winds up the timer.
+    after_in_parent=_backstop.release,  # The next tick restarts the timer.
     after_in_child=_in_child,
   )

@@ -1,9 +1,9 @@
-"""Settings of the XLA compilers: flags, and profile-guided scheduling (PGLE).
+"""Applies `config.xla`: compiler flags and profile-guided scheduling (PGLE).
 
 `config.xla` is written to XLA_FLAGS, LIBTPU_INIT_ARGS and settings of JAX
 before JAX starts. XLA and libtpu check the flags themselves: they end the
 process and name a flag that they do not know.
-docs/reference/accelerators.md says what to set, and when.
+docs/reference/xla_flags.md explains which to set, and when.
 """
 
 from __future__ import annotations
@@ -21,54 +21,55 @@ from jaxline.base.keys import COUNT, Key, integer, mapping, optional
 
 _PROFILE = optional(
   # XLA ignores a file without this suffix.
-  keys.text('the name of a file that ends in .pb', r'(.*\.pb)?', is_path=True)
+  keys.text('a file name that ends in .pb', r'(.*\.pb)?', is_path=True)
 )
 KEYS = (
   Key('xla', {}, mapping('a dict of the keys below'),
-      'Settings of XLA, set before JAX starts: docs/reference/accelerators.md.',
+      'Settings of XLA, set before JAX starts: docs/reference/xla_flags.md.',
       'program'),
   Key('xla.latency_hiding_scheduler', None, optional(keys.BOOLEAN),
-      'Communicate while computing. None leaves the choice to XLA.', 'program'),
-  Key('xla.pgle_profiling_runs', 0, integer(0),
-      'GPU: profile this many runs of the step, then compile it again with what'
-      ' was measured (automatic PGLE). 0 disables it.', 'program'),
-  Key('xla.pgle_aggregation_percentile', None, optional(integer(0, 100)),
-      "The percentile of several measured times that counts. None is JAX's"
-      ' default, 90.', 'program'),
-  Key('xla.pgle_save', None, _PROFILE,
-      'The same in two runs (manual PGLE): the first writes this file.',
+      'Overlap communication with computation. None means that XLA decides.',
       'program'),
-  Key('xla.pgle_save_steps', 10, COUNT, 'How many steps that run profiles.'),
+  Key('xla.pgle_profiling_runs', 0, integer(0),
+      'GPU, automatic PGLE: profile this many executions of the step, then'
+      ' recompile it with the measured times. 0 disables it.', 'program'),
+  Key('xla.pgle_aggregation_percentile', None, optional(integer(0, 100)),
+      'Automatic PGLE uses this percentile of the measured times. None means'
+      " JAX's default, 90.", 'program'),
+  Key('xla.pgle_save', None, _PROFILE,
+      'Manual PGLE, first run: the profile to write.', 'program'),
+  Key('xla.pgle_save_steps', 10, COUNT,
+      'Manual PGLE, first run: the number of steps to profile.'),
   Key('xla.pgle_profile', None, _PROFILE,
-      'The file of the first run, in the second run.', 'program'),
+      'Manual PGLE, second run: the profile to read.', 'program'),
   Key('xla.flags', {}, mapping(
         "a dict from flag to value, such as {'xla_dump_to': '/tmp'}"),
-      'Further flags for XLA_FLAGS.', 'program'),
+      'More flags for XLA_FLAGS.', 'program'),
   Key('xla.tpu_flags', {}, mapping('a dict from flag to value'),
-      'Further flags of libtpu, for LIBTPU_INIT_ARGS.', 'program'),
+      'More libtpu flags, for LIBTPU_INIT_ARGS.', 'program'),
 )  # fmt: skip
 
-# Parts of names of flags whose value is a file, a directory or more flags.
+# Matches names of flags whose value is a file, a directory or more flags.
 _PLACE = re.compile(
   r'(^|_)(dump|dir|directory|path|extra)(_|$)|(?<!pro)file|fromenv|_(to|from)$'
 )
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns flag -> value for each environment variable of `config.xla`."""
+  """Returns the flags of `config.xla`: variable -> flag -> value."""
   gpu: dict[str, Any] = {}
   tpu: dict[str, Any] = {}
   scheduler = options['latency_hiding_scheduler']
   if scheduler is not None:
     gpu['xla_gpu_enable_latency_hiding_scheduler'] = scheduler
     tpu['xla_tpu_enable_latency_hiding_scheduler'] = scheduler
-  if uses_pgle(options):  # It only informs this scheduler.
+  if uses_pgle(options):  # PGLE only works with this scheduler.
     gpu['xla_gpu_enable_latency_hiding_scheduler'] = True
   if options['pgle_save']:
-    # The profiler sees no instructions in command buffers (CUDA graphs).
+    # The profiler cannot see instructions in command buffers (CUDA graphs).
     gpu['xla_gpu_enable_command_buffer'] = ''
   if profile := options['pgle_profile']:
-    # Absolute: the program may change its directory before it compiles.
+    # Make it absolute: the program may change its directory before compiling.
     path = os.path.abspath(profile)
     gpu['xla_gpu_pgle_profile_file_or_directory_path'] = path
   gpu |= {name.lstrip('-'): x for name, x in options['flags'].items()}
@@ -77,7 +78,7 @@ def _flags(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def drop_places(options: Any) -> list[str]:
-  """Removes what names a file, or more flags; returns the removed names."""
+  """Removes settings that may name files or more flags; returns their names."""
   dropped = [x for x in ('pgle_save', 'pgle_profile') if options[x]]
   options.update(dict.fromkeys(dropped))
   for flags in (options.flags, options.tpu_flags):
@@ -96,19 +97,21 @@ def uses_pgle(options: Mapping[str, Any]) -> bool:
 
 
 def apply(options: Mapping[str, Any], *, has_started: bool) -> list[str]:
-  """Sets the environment and JAX as `config.xla` says; returns what was set.
+  """Applies `config.xla` to the environment and JAX; returns log lines.
 
-  Once JAX has started it does not read the environment.
+  It appends flags to XLA_FLAGS and LIBTPU_INIT_ARGS. If a flag occurs twice,
+  XLA uses the last value.
 
-  The flags are appended to XLA_FLAGS and LIBTPU_INIT_ARGS. Of two values for
-  one flag XLA takes the last.
+  Raises:
+    UsageError: JAX has started, so it no longer reads a variable that needs
+      new flags; or the profile does not exist.
   """
   profile = options['pgle_profile']
   if profile and not os.path.exists(profile):
-    # XLA would compile without it, and say so only in its own log.
+    # XLA would compile without it, and report that only in its own log.
     raise errors.UsageError(
-      f'config.xla.pgle_profile is {profile!r}, which does not exist. Make it'
-      f' by a run with config.xla.pgle_save={profile!r}.'
+      f'config.xla.pgle_profile is {profile!r}, which does not exist. To create'
+      f' it, run with config.xla.pgle_save={profile!r}.'
     )
   lines = []
   for variable, values in _flags(options).items():
@@ -121,8 +124,8 @@ def apply(options: Mapping[str, Any], *, has_started: bool) -> list[str]:
     if added and has_started:
       raise errors.UsageError(
         f'config.xla needs {added} in {variable}, but JAX has started and no'
-        ' longer reads it. Call nothing that needs a device before the run, or'
-        f' set {variable} in the shell.'
+        ' longer reads it. Do not use JAX devices before the run, or set'
+        f' {variable} in the shell.'
       )
     if added:
       os.environ[variable] = f'{before} {added}'.strip()
@@ -131,7 +134,7 @@ def apply(options: Mapping[str, Any], *, has_started: bool) -> list[str]:
     'jax_enable_pgle': True,
     'jax_pgle_profiling_runs': options['pgle_profiling_runs'],
     # Otherwise the cache key of a program with custom partitioning contains a
-    # pointer and differs in each run.
+    # pointer, and differs in each run.
     'jax_remove_custom_partitioning_ptr_from_cache_key': True,
     'jax_pgle_aggregation_percentile': options['pgle_aggregation_percentile'],
   }

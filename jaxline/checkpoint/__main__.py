@@ -7,6 +7,6 @@ import jax
 from jaxline.checkpoint import inspection
 
 if __name__ == '__main__':
-  # Files are looked at beside a run that may have all accelerators.
+  # Use the CPU: a run may be using all accelerators.
   jax.config.update('jax_platforms', 'cpu')
   sys.exit(inspection.main())

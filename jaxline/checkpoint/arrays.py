@@ -1,10 +1,10 @@
-"""Arrays as parts below a folder of a store, and back.
+"""Reads and writes arrays as chunked Zarr 3, with a checksum for each chunk.
 
-An array is a Zarr 3 array without compression: a folder with one object for
-each chunk, here called a part, and a `zarr.json` for other programs. Beside the
-folders, `_METADATA` has the names of all arrays for Orbax. The manifest
-describes each array by its shape, its type, the shape of its parts and the
-CRC-32C of each part. A part is read once, and verified while it is read.
+An array is stored without compression in a folder, with one object for each
+chunk, called a part in this module, and a `zarr.json` for other programs. Next
+to the folders, `_METADATA` lists all arrays for Orbax. The manifest describes
+each array by its shape, its type, the shape of its parts and the CRC-32C of
+each part. Each part is read once, and verified in the same pass.
 """
 
 import base64
@@ -29,10 +29,10 @@ from jaxline.run_directory import store as store_lib
 
 # A part has at most this many bytes, if its array can be split evenly.
 _PART_BYTES = 64 << 20
-# Of arrays that are on their way from the store at once.
+# Reading ahead stops at this many bytes.
 _READ_BYTES = 1 << 30
-_COPIERS = 4  # Threads: one alone does not fill the memory's bandwidth.
-# Names of the types that Zarr has.
+_COPIERS = 4  # Threads; a single one does not saturate the memory bandwidth.
+# The names of the types that Zarr supports.
 _TYPES = re.compile(
   r'bool|u?int\d+|b?float16|float(32|64)|complex(64|128)|float\d_\w+'
 )
@@ -45,25 +45,25 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass
 class HostArray:
-  """A copy in host memory of an array, or of what this process writes of it."""
+  """A copy in host memory of an array's blocks that this process writes."""
 
-  about: dict[str, Any]  # It has the parts that this process wrote.
-  blocks: list[tuple[Index, np.ndarray]]  # All of one shape.
+  about: dict[str, Any]  # The description; lists the parts written so far.
+  blocks: list[tuple[Index, np.ndarray]]  # They all have the same shape.
 
 
 def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
-  """Copies arrays so that no later step can change them.
+  """Copies arrays to host memory, so that no later step can change them.
 
-  Of an array that spans several hosts, each process copies its own shards, and
-  of equal ones only the first. Process 0 copies all other arrays.
+  If an array spans several hosts, each process copies its own shards; of
+  replicas, only the first is copied. Process 0 copies all other arrays.
   """
   data = {
     name: jax.random.key_data(x) if is_key(x) else x for name, x in live.items()
   }
   for name, x in data.items():
     if not can_store(x):
-      raise TypeError(f'{name} is an array of {x.dtype}, which Zarr lacks.')
-    if isinstance(x, jax.Array):  # All on their way before the first is needed.
+      raise TypeError(f'{name} has the type {x.dtype}, which Zarr lacks.')
+    if isinstance(x, jax.Array):  # Start all transfers before waiting for one.
       x.copy_to_host_async()
   with futures.ThreadPoolExecutor(_COPIERS) as pool:
     blocks = [_blocks(x, pool) for x in data.values()]
@@ -80,7 +80,7 @@ def to_host(live: Mapping[str, Any]) -> dict[str, HostArray]:
 def _blocks(
   x: Any, pool: futures.Executor
 ) -> list[tuple[Index, futures.Future[np.ndarray]]]:
-  """Starts to copy the parts of an array that this process writes."""
+  """Starts copying the blocks of an array that this process writes."""
   if not x.size:
     return []
   # A replicated array that `device_put` made from a local one has no shards.
@@ -101,10 +101,10 @@ def _copy(x: Any, pool: futures.Executor) -> futures.Future[np.ndarray]:
   if isinstance(x, jax.Array) and not (
     x.is_fully_replicated and next(iter(x.devices())).platform == 'cpu'
   ):
-    # From other devices, and of several shards, it is a copy already.
+    # `asarray` copies from other devices, and joins several shards in a copy.
     return pool.submit(np.asarray, x, order='C')
   source = np.asarray(x)
-  # Of this thread's memory: threads that end leave theirs in pieces.
+  # Allocate in this thread: memory of ended threads stays fragmented.
   return pool.submit(_fill, np.empty(source.shape, source.dtype), source)
 
 
@@ -114,7 +114,7 @@ def _fill(copy: np.ndarray, source: np.ndarray) -> np.ndarray:
 
 
 def _described(live: Any, x: Any, folder: str) -> dict[str, Any]:
-  """Returns the description of an array without parts."""
+  """Returns the description of an array, with no parts listed yet."""
   about: dict[str, Any] = {
     'file': folder,
     'shape': list(x.shape),
@@ -131,11 +131,11 @@ def _described(live: Any, x: Any, folder: str) -> dict[str, Any]:
 
 
 def _part_shape(block: Sequence[int], itemsize: int) -> list[int]:
-  """Returns the shape of the parts that a block is split into, by rows."""
+  """Returns the shape of the parts into which the rows of a block are split."""
   needed = math.ceil(math.prod(block) * itemsize / _PART_BYTES)
   if not block or needed <= 1:
     return list(block)
-  # A number of parts that divides the rows, if there is one that is near.
+  # Find a number of parts near `needed` that divides the rows.
   needed = min(needed, block[0])
   for count in range(needed, min(4 * needed, block[0]) + 1):
     if block[0] % count == 0:
@@ -146,10 +146,10 @@ def _part_shape(block: Sequence[int], itemsize: int) -> list[int]:
 def write(
   store: store_lib.Store, arrays: Mapping[str, HostArray]
 ) -> dict[str, Any]:
-  """Writes what this process has of arrays; all is safe when it returns.
+  """Writes this process's blocks of arrays; they are on disk when it returns.
 
   Returns:
-    Name -> description, with the parts that this process has written.
+    Name -> description, which lists the parts that this process has written.
   """
   described = {name: array.about for name, array in arrays.items()}
 
@@ -160,7 +160,7 @@ def write(
 
   with futures.ThreadPoolExecutor(store.threads) as pool:
     tasks = [(a.about, *x) for a in arrays.values() for x in _parts_of(a)]
-    # The largest first, so that all threads end at about the same time.
+    # Write the largest first, so that all threads end at about the same time.
     tasks.sort(key=lambda task: -task[2].nbytes)
     pending = [pool.submit(write_part, *task) for task in tasks]
     if jax.process_index() == 0:
@@ -181,7 +181,7 @@ def write(
 
 
 def _parts_of(array: HostArray) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields name and values of each part in this process."""
+  """Yields the name and the values of each part of a copied array."""
   chunk = array.about['chunk']
   for index, block in array.blocks:
     first = [(s.start or 0) // c for s, c in zip(index, chunk, strict=True)]
@@ -205,7 +205,7 @@ def _bytes(x: np.ndarray) -> memoryview:
 
 
 def _is_written(about: dict[str, Any]) -> bool:
-  """Returns whether a description is one that this module writes."""
+  """Returns whether this module could have written a description."""
   shape, chunk, parts = about['shape'], about['chunk'], about['parts']
   if len(shape) != len(chunk) or any(
     n % c if c else n for n, c in zip(shape, chunk, strict=True)
@@ -227,8 +227,8 @@ _TYPE = keys.Check(
   'a type of Zarr',
   lambda x: bool(_TYPES.fullmatch(x)) and jnp.dtype(x).name == x,
 )
-# Descriptions in a manifest: of an array, and of one that is in it (see
-# `contents`).
+# The forms of descriptions in a manifest: DESCRIBED of an array in a folder,
+# SMALL of an array that the manifest itself contains (see `contents`).
 DESCRIBED = keys.record(
   _is_written,
   file=keys.text('the name of a folder', metadata.FOLDER.pattern),
@@ -252,7 +252,7 @@ def _start(
   about: Mapping[str, Any],
   target: Any,
 ) -> tuple[int, Callable[[], Any]]:
-  """Starts to read an array; returns how many bytes, and what returns it."""
+  """Starts reading an array; returns its bytes and a function to finish."""
   shape, dtype = tuple(about['shape']), jnp.dtype(about['dtype'])
   sharding = getattr(target, 'sharding', None)
   split = None if is_key(target) else sharding
@@ -260,7 +260,7 @@ def _start(
   if split is not None:
     indices = split.addressable_devices_indices_map(shape).values()
   buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
-  # Several devices may have the same part. (Slices have no hash.)
+  # Several devices may hold the same index. (Slices are not hashable.)
   for key, index in {str(i): i for i in indices}.items():
     bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     buffers[key] = bounds, np.empty([high - low for low, high in bounds], dtype)
@@ -288,7 +288,7 @@ def _start(
 def _places(
   chunk: Sequence[int], part: str, buffers: Iterable[tuple[Any, np.ndarray]]
 ) -> list[tuple[np.ndarray, Any]]:
-  """Returns where a part goes: views of buffers, and which values."""
+  """Returns (view of a buffer, index into the part) for each use of a part."""
   at = [int(i) * c for i, c in zip(part.split('.')[1:], chunk, strict=True)]
   places: list[tuple[np.ndarray, Any]] = []
   for bounds, buffer in buffers:
@@ -297,7 +297,7 @@ def _places(
       for first, n, (low, high) in zip(at, chunk, bounds, strict=True)
     ]
     if all(begin < end for *_, begin, end in axes):
-      # The ellipsis makes a view, also of an array without axes.
+      # The ellipsis makes a view even of an array without axes.
       into: Any = (..., *(slice(b - low, e - low) for _, low, b, e in axes))
       of = (..., *(slice(b - first, e - first) for first, _, b, e in axes))
       places.append((buffer[into], of))
@@ -319,7 +319,7 @@ def _read_part(
   raw = _bytes(values)
   store.read_into(key, raw)
   if crc32c.crc32c(raw) != about['parts'][part]:
-    raise store_lib.DamagedError(f'{key} is not as it was written (CRC-32C)')
+    raise store_lib.DamagedError(f'the CRC-32C of {key} does not match')
   for view, of in places:
     if view is not values:
       view[...] = values[of]
@@ -330,13 +330,16 @@ def read(
   described: Mapping[str, Mapping[str, Any]],
   targets: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any]]:
-  """Yields name and array, in the order of the targets, and reads ahead.
+  """Yields (name, array) in the order of the targets, and reads ahead.
 
   Args:
-    store: the folder.
+    store: the folder of the arrays.
     described: name -> description.
-    targets: name -> jax.ShapeDtypeStruct or array with a sharding; without
-      one, or None, the array comes as NumPy's.
+    targets: name -> jax.ShapeDtypeStruct or array, whose sharding the result
+      gets. Without a sharding, or for None, the result is a NumPy array.
+
+  Raises:
+    DamagedError: a size or a checksum does not match.
   """
   left, started, size = [*targets][::-1], collections.deque[Any](), 0
   with futures.ThreadPoolExecutor(store.threads) as pool:
@@ -360,12 +363,12 @@ def read(
 
 
 def _check_stored(store: store_lib.Store, about: Mapping[str, Any]) -> None:
-  """Compares a description with the stored array, before memory is taken."""
-  # A reader can do without it, but it is not of another array.
+  """Compares a description with the stored array, before allocating memory."""
+  # `zarr.json` may be missing, but must not describe a different array.
   meta = store.read(key := f'{about["file"]}/{metadata.ZARR}')
   if meta not in (None, metadata.zarr(about)):
     raise store_lib.DamagedError(f'{key} does not describe the array')
-  for part in itertools.islice(about['parts'], 1):  # All have one size.
+  for part in itertools.islice(about['parts'], 1):  # All have the same size.
     _check_size(store, about, part)
 
 
@@ -381,7 +384,7 @@ def verify(
   described: Mapping[str, Mapping[str, Any]],
   reads: bool = True,
 ) -> None:
-  """Reads all parts, or only their sizes; a DamagedError names damaged ones."""
+  """Verifies all parts, or only their sizes; raises DamagedError."""
   check = _read_part if reads else _check_size
 
   def damage(look: Callable[[], Any]) -> str:
@@ -403,32 +406,32 @@ def verify(
     raise store_lib.DamagedError('; '.join(found))
 
 
-# What descriptions and arrays are.
+# Properties of descriptions and arrays.
 
 
 def can_store(x: Any) -> bool:
-  """Returns whether Zarr has arrays of this type."""
+  """Returns whether Zarr supports the type of an array."""
   return x.dtype.isnative and bool(_TYPES.fullmatch(x.dtype.name))
 
 
 def num_bytes(about: Mapping[str, Any]) -> int:
-  """Returns how many bytes the elements of a described array take."""
+  """Returns the number of bytes of a described array."""
   return math.prod(about['shape']) * jnp.dtype(about['dtype']).itemsize
 
 
 def saved_shape(about: Mapping[str, Any]) -> str:
-  """Returns type and shape of a described array, as text."""
+  """Returns the type and the shape of a described array as text."""
   if 'key' in about:
-    # The last axis is the key's own.
+    # The last axis is part of each key.
     return f'{_key_of(about).dtype}{about["shape"][:-1]}'
   return f'{about["dtype"]}{about["shape"]}'
 
 
 def _key_of(about: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-  """Returns the type of the random keys of a described array."""
+  """Returns the type of the random keys in a described array."""
   return jax.eval_shape(lambda: jax.random.key(0, impl=about['key']))
 
 
 def is_key(x: Any) -> bool:
-  """Returns whether something is, or has the type of, an array of keys."""
+  """Returns whether a value is an array of random keys, or has its type."""
   return x is not None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,4 +1,4 @@
-"""Converts a run's state to arrays and JSON, and back."""
+"""Converts a run's state to named arrays and a manifest's JSON, and back."""
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class Content:
 
   arrays: dict[str, arrays_lib.HostArray]
   manifest: dict[str, Any]  # The fields that are known before the write.
-  process: dict[str, Any]  # What this process saves for itself.
+  process: dict[str, Any]  # The entries that only this process saves.
 
 
 def content(
@@ -71,7 +71,7 @@ def content(
     recorded: the run's config, as JSON.
     all_hosts: whether each process saves its own
       NON_BROADCAST_CHECKPOINT_ATTRS.
-    allow_pickle: whether to pickle what has no description.
+    allow_pickle: whether to pickle values that have no description.
   """
   arrays, nodes = dict[str, Any](), dict[str, Any]()
   entries = _entries(state, ['experiment_module'], arrays, allow_pickle)
@@ -107,8 +107,8 @@ def content(
 def check_storable(state: Any, module: Any) -> None:
   """Raises TypeError for a live state that a save could not store.
 
-  The first save checks the rest: attributes that the experiment makes later,
-  and the snapshot of a class with its own `snapshot_state`.
+  It cannot check attributes that the experiment sets later, nor the snapshot of
+  a class that overrides `snapshot_state`. The first save checks these.
   """
   _entries(state, ['experiment_module'], {}, False)
   if not module.overrides('snapshot_state'):
@@ -126,16 +126,16 @@ def _live(module: Any) -> dict[str, Any]:
 
 
 def live_nodes(module: Any, allow_pickle: bool) -> dict[str, Any]:
-  """Returns the nodes of live values: see `structure.encode`."""
+  """Returns the nodes of live values (see `structure.encode`)."""
   nodes: dict[str, Any] = {}
   for name, value in _live(module).items():
-    with contextlib.suppress(TypeError):  # A save refuses it.
+    with contextlib.suppress(TypeError):  # A save reports it.
       _encode(value, name, {}, allow_pickle, nodes)
   return nodes
 
 
 def best_extras(state: Any, allow_pickle: bool) -> dict[str, Any]:
-  """Returns what `best` holds besides the evaluated checkpoint, as JSON."""
+  """Returns the entries that `best` adds to the evaluated state, as JSON."""
   arrays: dict[str, Any] = {}
   saved = ('global_step', 'train_step_rng', 'experiment_module')
   entries = _entries(state, saved, arrays, allow_pickle)
@@ -145,7 +145,7 @@ def best_extras(state: Any, allow_pickle: bool) -> dict[str, Any]:
 def _entries(
   state: Any, without: Sequence[str], arrays: dict[str, Any], allow_pickle: bool
 ) -> dict[str, Any]:
-  """Returns the structures of entries of the live state."""
+  """Describes the entries of the live state; adds their arrays to `arrays`."""
   return {
     key: _encode(x, f'run/{key}', arrays, allow_pickle)
     for key, x in state.items()
@@ -166,8 +166,8 @@ def _encode(
   described = structure.encode(value, name, own, **options)
   if double := sorted(own.keys() & arrays.keys()):
     raise ValueError(
-      f'Two arrays of the checkpoint have the name {double[0]!r}; rename'
-      ' one of the entries.'
+      f'Two arrays of the checkpoint are named {double[0]!r}. Rename one of the'
+      ' entries.'
     )
   arrays.update(own)
   return described
@@ -184,7 +184,7 @@ def git(*args: str) -> str:
 
 @functools.cache
 def code() -> dict[str, str]:
-  """Returns the manifest's field about the code, but for the files' hash."""
+  """Returns the manifest's field `code`, without the hash of the files."""
   return {
     'host': platform.node(),
     'revision': git('rev-parse', 'HEAD').strip(),
@@ -197,33 +197,33 @@ def code() -> dict[str, str]:
 
 @dataclasses.dataclass
 class Checkpoint:
-  """A checkpoint to read; its manifest is read at the first use."""
+  """A checkpoint to read. Its manifest is read on first use."""
 
   manifests: manifests_lib.Manifests
   series: str
   step: int
   allow_pickle: bool = False
-  # See `structure.encode`; None until they are needed.
+  # The live nodes (see `structure.encode`), collected on first use.
   nodes: dict[str, Any] | None = None
   _module: Any = dataclasses.field(default=None, init=False)
   _record: Any = dataclasses.field(default=None, init=False)
 
   @property
   def name(self) -> str:
-    """The place of the manifest, for messages."""
+    """The location of the manifest, for messages."""
     return f'{self.manifests.store}/{self.series}/{self.step}'
 
   @property
   def record(self) -> dict[str, Any]:
-    """The manifest: see `Manifests.read`."""
-    # No cached_property: in Python 3.11 all checkpoints share its lock.
+    """The manifest (see `Manifests.read`)."""
+    # In Python 3.11, all checkpoints would share the lock of cached_property.
     if self._record is None:
       self._record = self.manifests.read(self.series, self.step)
     return self._record
 
   @property
   def described(self) -> dict[str, Any]:
-    """Name of each array -> its description, see `arrays`."""
+    """Maps the name of each array to its description (see `arrays`)."""
     return self.record['arrays']
 
   @property
@@ -233,31 +233,31 @@ class Checkpoint:
 
   @contextlib.contextmanager
   def reading(self) -> Iterator[None]:
-    """Names the checkpoint in errors; a removed one looks damaged before."""
+    """Adds the checkpoint's name to errors; detects a removal during a read."""
     try:
       yield
     except store_lib.RefusedError as e:
-      if self.name in str(e):  # The manifest is refused.
+      if self.name in str(e):  # The error is about the manifest.
         raise
       raise store_lib.RefusedError(f'{self.name} is refused: {e}.') from e
     except store_lib.DamagedError as e:
       if self.step in self.manifests.steps(self.series):
         raise store_lib.DamagedError(f'{self.name} is damaged: {e}.') from e
-      raise store_lib.GoneError(f'{self.name} was removed meanwhile.') from e
+      raise store_lib.GoneError(f'{self.name} has just been removed.') from e
 
   def read(self, targets: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields name and array: see `arrays.read`."""
+    """Yields (name, array); see `arrays.read`."""
     return arrays_lib.read(self.data, self.described, targets)
 
   def arrays(self, select: str = '.*') -> dict[str, np.ndarray]:
-    """Reads the arrays whose names a pattern matches in full.
+    """Reads the arrays whose full names match a pattern.
 
-    Random keys come as their uint32 data.
+    Random keys are returned as their uint32 data.
     """
     names = [name for name in self.described if re.fullmatch(select, name)]
     if not names and select != '.*':
       raise ValueError(
-        f'{self.name} has no array whose whole name matches {select!r}; it has'
+        f'{self.name} has no array whose full name matches {select!r}; it has'
         f' {list(self.described)[:8]}, ... (`python -m jaxline.checkpoint show'
         f' {self.manifests.store.url.removesuffix("/checkpoints")}` lists all.)'
       )
@@ -265,11 +265,12 @@ class Checkpoint:
       return dict(self.read(dict.fromkeys(names)))
 
   def weights(self, which: str | None = None) -> str:
-    """Returns the prefix that the names of the weights share.
+    """Returns the prefix of the names of the weights.
 
     Args:
-      which: 'raw', 'averaged', or None for the averaged weights if the run has
-        some after a step (see `ShardedExperiment.eval_params`), else the raw.
+      which: 'raw', 'averaged', or None for the weights that evaluation uses:
+        the averaged ones, if the run averages them and has done a step, else
+        the raw ones (see `ShardedExperiment.eval_params`).
     """
     if which is None:
       has_averaged = any(name.startswith(AVERAGED) for name in self.described)
@@ -278,15 +279,12 @@ class Checkpoint:
     return {'raw': PARAMS, 'averaged': AVERAGED}[which]
 
   def model_state(self) -> list[str]:
-    """Returns the names of the arrays in `model_state`, without the average.
-
-    For example the statistics of batch normalisation.
-    """
+    """Returns the names of `model_state`'s arrays, without averaged weights."""
     names = self._below('state/model_state')
     return [n for n in names if not n.startswith(AVERAGED)]
 
   def entries(self, keys: Iterable[str]) -> dict[str, Any]:
-    """Returns entries of the live state; raises ValueError if one is absent."""
+    """Reads entries of the live state; raises ValueError if one is missing."""
     described = self.record['entries']
     keys = [k for k in keys if k != protocol.OPTIONAL or k in described]
     if missing := sorted(set(keys) - set(described)):
@@ -299,7 +297,7 @@ class Checkpoint:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
-    """Reads an experiment's snapshot; unwanted arrays come as their shapes."""
+    """Reads an experiment's snapshot; unwanted arrays are left as shapes."""
     template, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {
@@ -320,10 +318,10 @@ class Checkpoint:
       (name, have.get(name, 'nothing'), expected.get(name, 'nothing'))
       for name in sorted(have.keys() | expected.keys())
     )
-    # Free the replaced state first: the devices need not hold both.
+    # Free the old state first, so that the devices need not hold both.
     module.make_room()
     arrays = dict(self.read({n: x for n, x in targets.items() if wants(n)}))
-    # The experiment puts these onto its devices itself.
+    # The experiment itself puts these entries onto its devices.
     placed = set(module.CHECKPOINT_ATTRS.values())
     for attribute, entry in module.NON_BROADCAST_CHECKPOINT_ATTRS.items():
       value = getattr(stateful.live(module), attribute, None)
@@ -342,10 +340,9 @@ class Checkpoint:
   def read_by_rules(
     self, module: Any, rules: list[tuple[str, str | None]]
   ) -> dict[str, Any]:
-    """Returns the experiment's own snapshot with arrays replaced by rules.
+    """Returns the experiment's snapshot with some arrays replaced, by rules.
 
-    A rule never replaces the counts of steps and schedules, nor random keys:
-    each run begins with its own.
+    Rules never replace step counts, schedules or random keys.
     """
     snapshot = dict(module.snapshot_state())
     leaves = trees.named_leaves(rules_lib.without_schedules(snapshot))
@@ -361,9 +358,9 @@ class Checkpoint:
     if unused:
       near = errors.nearest(unused[0], live, n=8, cutoff=0)
       raise errors.UsageError(
-        f"{where}: {unused} match none of this run's arrays, or"
-        ' an earlier rule takes them. (Counts of steps, schedules and keys'
-        f' begin anew.) The nearest arrays to the first are {near}.'
+        f'{where}: {unused} match no array of this run, or an earlier rule'
+        ' shadows them. (Rules never restore step counts, schedules or random'
+        f' keys.) Similar to the first: {near}.'
       )
     replaced = self.read_onto(sources, live, where)
     return stateful.OwnedSnapshot(_with_arrays(snapshot, '', replaced))
@@ -371,18 +368,18 @@ class Checkpoint:
   def read_onto(
     self, sources: Mapping[str, str], live: Mapping[str, Any], where: str
   ) -> dict[str, Any]:
-    """Reads arrays, each onto the devices of a live one of the same name.
+    """Reads arrays onto the devices of the live arrays that they replace.
 
     Args:
-      sources: name -> the name of the array in the checkpoint.
-      live: name -> the live array.
-      where: the key that has the names of the sources, for messages.
+      sources: name -> name of the source array in the checkpoint.
+      live: name -> live array.
+      where: the config key that names the sources, for messages.
     """
     if absent := sorted(set(sources.values()) - set(self.described)):
       near = errors.nearest(absent[0], self.described, n=3, cutoff=0.3)
       raise errors.UsageError(
-        f'{where}: {self.name} has no arrays {absent}; the nearest to the first'
-        f' are {near}.'
+        f'{where}: {self.name} has no arrays {absent}. Similar to the first:'
+        f' {near}.'
       )
     described = {n: self.described[s] for n, s in sources.items()}
     targets = {name: live[name] for name in sources}
@@ -397,7 +394,7 @@ class Checkpoint:
     try:
       return structure.decode(described, arrays, **more)
     except RecursionError as e:
-      raise store_lib.RefusedError('its values are too deep') from e
+      raise store_lib.RefusedError('its values are nested too deeply') from e
 
   def _nodes(self) -> dict[str, Any]:
     if self.nodes is None:
@@ -417,14 +414,14 @@ class Checkpoint:
     ]
     if wrong:
       raise MismatchError(
-        f'{self.name} does not fit the experiment; nothing was restored.'
-        ' Use the config it was trained with (the manifest holds it), a new'
-        ' config.checkpoint_dir, or config.restore_from with'
-        f' config.restore_rules for what fits.{"".join(wrong)}'
+        f'{self.name} does not fit the experiment; nothing was restored. Use'
+        ' the config of its run (it is in the manifest), or start in a new'
+        ' config.checkpoint_dir. To restore only the arrays that fit, set'
+        f' config.restore_from and config.restore_rules.{"".join(wrong)}'
       )
 
   def _per_process(self, wants: Callable[[str], bool]) -> dict[str, Any]:
-    """Returns the wanted ones of the entries that each process saves itself."""
+    """Returns the requested per-process entries of this process."""
     saved = [
       {entry: about for entry, about in of.items() if wants(entry)}
       for of in self.record['processes']
@@ -434,9 +431,9 @@ class Checkpoint:
       mine = saved[jax.process_index()]
     elif any(other != mine for other in saved):
       raise errors.UsageError(
-        f'{len(saved)} processes saved {sorted(mine)}, each its own, and now'
-        f' there are {jax.process_count()}. Restore on {len(saved)} processes,'
-        ' or begin anew from this run with config.restore_from and'
+        f'{len(saved)} processes saved {sorted(mine)} separately, but this run'
+        f' has {jax.process_count()} processes. Restore with {len(saved)}'
+        ' processes, or start a new run with config.restore_from and'
         ' config.restore_rules.'
       )
     return {
@@ -446,7 +443,7 @@ class Checkpoint:
 
 
 def _to_json(arrays: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns small arrays of this process as JSON."""
+  """Encodes small arrays of this process as JSON."""
   return {
     name: {
       'shape': list(x.shape),
@@ -468,11 +465,11 @@ def _from_json(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _with_arrays(tree: Any, entry: str, arrays: Mapping[str, Any]) -> Any:
-  """Returns a tree with the leaves that `arrays` has replaced."""
+  """Returns a tree whose leaves are replaced by the arrays of their names."""
   named = trees.named_leaves(tree, entry)
   leaves = [arrays.get(name, x) for name, x in named.items()]
   return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _shape_of(x: Any) -> str:
-  return f'{x.dtype.name}{list(x.shape)}'  # As `saved_shape` writes it.
+  return f'{x.dtype.name}{list(x.shape)}'  # `saved_shape` returns this form.

@@ -1,9 +1,8 @@
-"""The durable checkpointer: checkpoints on a disk or in a bucket.
+"""The durable checkpointer: keeps checkpoints on a disk or in a bucket.
 
 `restore` takes the newest manifest, compares the configs, checks that the
-checkpoint fits the experiment and reads each part once, verifying it. If a part
-is damaged, all processes take the checkpoint before. `saving` is the writing
-half.
+checkpoint fits the experiment, and reads and verifies each part once. If a part
+is damaged, all processes use the previous checkpoint. See `saving` for writing.
 """
 
 from collections.abc import Callable, Collection
@@ -32,12 +31,12 @@ from jaxline.run_directory import store as store_lib
 class DurableCheckpointer(protocol.FullCheckpointer):
   """Keeps checkpoints below `config.checkpoint_dir`.
 
-  All hosts see that directory, and call `save` and `restore` at the same steps.
-  If a checkpoint is removed while it is read, the next one is tried.
+  All hosts must see this directory, and call `save` and `restore` at the same
+  steps. If a checkpoint is removed during a read, `restore` tries the next one.
   """
 
   directory: directory_lib.DurableDirectory
-  _declared = stateful.Stateful  # Until the class is known.
+  _declared = stateful.Stateful  # A default, until the class is known.
   # Returns an experiment that is `Stateful`.
   complete: Callable[[Any], Any] = staticmethod(lambda module: module)
 
@@ -45,13 +44,13 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Reads the config; touches no file.
 
     Args:
-      config: the run's, resolved.
-      mode: the run's mode, or its half's: 'train', 'eval'.
+      config: the run's resolved config.
+      mode: the run's mode; 'train' or 'eval' for each half of a threaded run.
     """
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     self._saving: futures.Future[None] | None = None
-    # Before the experiment is constructed, which may change its own config.
+    # Record it now, because constructing the experiment may change the config.
     recorded = config_record.recorded(config)
     self.directory = directory_lib.DurableDirectory(config, recorded, mode)
     self._open()
@@ -77,7 +76,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Copies the live state to host memory, and queues the write.
 
     Raises:
-      TypeError: a value in it cannot be stored.
+      TypeError: a value of the state cannot be stored.
       Exception: the error of an earlier save.
     """
     thread = self.directory.thread
@@ -91,8 +90,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     is_best = ckpt_series == 'best'
     added = contents.best_extras(state, self._allow_pickle) if is_best else {}
     content = None
-    # `best` can name the data of `latest` if that has this step and evaluation
-    # changes nothing that a checkpoint holds. Otherwise copy the state.
+    # `best` can share the data of `latest` if that has this step and evaluation
+    # does not change the state. Otherwise copy the state.
     names_latest = module.EVALUATION_IS_PURE and step == self._held_step
     if not (is_best and names_latest):
       kind = 'best' if is_best else 'train'
@@ -111,7 +110,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       self._saver.write, ckpt_series, step, flush, content, added
     )
     keep = protocol.num_to_keep(config, ckpt_series, module)
-    # A call of its own: the next save waits for the write, not for removals.
+    # Queue removals separately: the next save waits only for the write.
     thread.put(
       functools.partial(self._saver.apply_retention, ckpt_series, keep)
     )
@@ -123,20 +122,20 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     return self._manifests.steps(ckpt_series)
 
   def move(self, directory: str) -> None:
-    """Goes on in another directory; the logs stay where they are."""
+    """Continues in a different directory; the logs stay in the old one."""
     self.close()
     self.directory.move(directory)
     self._open()
 
   def begin(self, step: int) -> None:
-    self._saver.keep_data()  # A program may have evaluated with it before.
+    self._saver.keep_data()  # Drop the marks of an earlier evaluation, if any.
     state = self.get_experiment_state('latest')
     module = state.get('experiment_module')
     if module is not None and not self._allow_pickle:
       contents.check_storable(state, self.complete(module))
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
-      # First, because evaluations look for steps made anew once it has begun.
+      # Delete them before `begin`, after which evaluations expect new ones.
       later = [found for found in self.steps('latest') if found > step]
       self._manifests.delete_manifests('latest', later)
       self.directory.thread.put(self._saver.clean)
@@ -144,12 +143,12 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
   def close(self) -> None:
     self.directory.drain()
-    with contextlib.suppress(OSError):  # The next start collects the rest.
+    with contextlib.suppress(OSError):  # The next start collects the garbage.
       self._saver.keep_data()
     self.directory.close()
 
   def can_be_restored(self, ckpt_series: str) -> bool:
-    """Returns whether there is something to restore.
+    """Returns whether the series, or `restore_from`, has a checkpoint.
 
     Raises:
       ClaimedError: another process writes to the series.
@@ -167,17 +166,17 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Restores a checkpoint into the calling thread's live state.
 
     Only the entries of the live state are restored. A run without checkpoints
-    begins from `config.restore_from`.
+    starts from `config.restore_from`.
 
     Args:
       ckpt_series: the series.
-      step: which checkpoint; None is the newest that is whole. One that is
-        damaged is reported and passed over.
+      step: the step of the checkpoint; None means the newest intact one.
+        Damaged ones are reported and skipped.
 
     Raises:
-      ValueError: there is none, or the run has another config.
-      MismatchError: it does not fit the experiment.
-      DamagedError: it is damaged, and no earlier checkpoint is whole.
+      ValueError: there is no such checkpoint, or its config differs.
+      MismatchError: the checkpoint does not fit the experiment.
+      DamagedError: the checkpoint, and all earlier ones, are damaged.
     """
     state, directory = self.get_experiment_state(ckpt_series), self.directory
     module = state.get('experiment_module')
@@ -187,18 +186,18 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       self._declared = module.__class__
     if not directory.follows:
       directory.claim(ckpt_series)
-    own: dict[str, Any] = {}  # The manifest, of a checkpoint of this run.
+    own: dict[str, Any] = {}  # The manifest, if the checkpoint is this run's.
     begins = step is None and self._forks(ckpt_series)
     if begins and not self.has_any(ckpt_series):
       source, entries = self._read_foreign(state, module)
-      # The step, too: that run may go on, and this one is to be replayed.
+      # Record the step too: the source may continue, and replay needs the step.
       directory.recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       found, entries = self._read_own(ckpt_series, step, state, module)
       own, source = found.record, found.name
     with restoring.refusing(source):
       restoring.fill(state, entries)
-    what = 'Restored' if own else f'Began the series {ckpt_series!r} from'
+    what = 'Restored' if own else f'Started the series {ckpt_series!r} from'
     logging.info('%s %s.', what, source)
     if ckpt_series != 'latest':
       return
@@ -211,13 +210,13 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
-    It restores each checkpoint once, in the order of the steps. A step that
-    training has saved again has other data, and is another checkpoint.
+    It restores each checkpoint once, in the order of the steps. If a restarted
+    training saves a step again, its new data counts as a new checkpoint.
     """
-    # The data of each evaluated step; '' if it had no checkpoint.
+    # Maps each evaluated step to its data; '' if it had no checkpoint.
     evaluated: dict[int, str] = {}
-    # Steps that were restored or found damaged since training began last. Only
-    # a training that begins again saves a step again.
+    # Steps that were restored or found damaged since the last start of
+    # training. Only a restarted training saves a step again.
     looked_at: set[int] = set()
     begun: Any = ''
     store = self._manifests.store
@@ -248,7 +247,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         if step is None:
           break
         looked_at.add(step)
-        # `restore` reports damage; what training has removed is passed over.
+        # `restore` reports damage; skip checkpoints that training has removed.
         with contextlib.suppress(store_lib.DamagedError):
           self.restore(ckpt_series, step=step)
           evaluated[step] = self._saver.restored['data']
@@ -263,11 +262,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """Compares the config of the newest checkpoint with this run's.
 
     Args:
-      declared: says which keys may change; None says that none may. (`restore`
-        asks the experiment itself.)
+      declared: the class that declares which keys may change; None means that
+        none may. (`restore` asks the experiment itself.)
 
     Raises:
-      ConfigChangedError: a key that makes another run differs.
+      ConfigChangedError: a key with the effect `run` differs.
       UsageError: `restore_from` names no checkpoint.
     """
     if self._forks('latest') and not self.has_any('latest'):
@@ -282,7 +281,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   # Restoring.
 
   def _forks(self, series: str) -> bool:
-    """Returns whether a series without checkpoints begins from another run."""
+    """Returns whether the series, if empty, starts from `restore_from`."""
     return (
       series == 'latest'
       and bool(self.directory.config.restore_from)
@@ -290,11 +289,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     )
 
   def has_any(self, ckpt_series: str) -> bool:
-    """Returns whether the first host sees a checkpoint."""
+    """Returns whether process 0 sees a checkpoint of the series."""
     return distributed.broadcast_from_process_0(bool(self.steps(ckpt_series)))
 
   def checkpoint(self, series: str, step: int) -> contents.Checkpoint:
-    """Returns a checkpoint, which may not be written yet; reads nothing."""
+    """Returns a checkpoint to read, without reading or finding it yet."""
     return contents.Checkpoint(
       self._manifests, series, step, self._allow_pickle
     )
@@ -302,7 +301,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   def _read_own(
     self, series: str, step: int | None, state: Any, module: Any
   ) -> tuple[contents.Checkpoint, dict[str, Any]]:
-    """Reads a checkpoint of the run: the newest that is whole, or a step's."""
+    """Reads a checkpoint of this run: the given step or the newest intact."""
     reports: dict[int, str] = {}  # Step -> the error.
     while True:
       steps = [
@@ -316,7 +315,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         raise (store_lib.DamagedError if reports else gone)(
           f'The series {series!r} in {self._manifests.store} has no checkpoint'
           + (f' of step {step}' if step is not None else '')
-          + (' that is whole' if reports else '')
+          + (' that is intact' if reports else '')
           + f'; its steps are {self.steps(series)}.'
           + ''.join(f' {report}' for report in reports.values())
         )
@@ -325,11 +324,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         found = self.checkpoint(series, at)
         if series == 'latest':
           self._saver.keep_data([found.record['data']])
-          # The mark protects the data if the manifest is still there.
+          # The mark protects the data if the manifest still exists.
           found = self.checkpoint(series, at)
         restoring.check_config(found, self.directory, self._declared)
         with found.reading():
-          # Only its value is read, which counts if the weights are there.
+          # Only the best value is read, but it counts only with intact weights.
           if state.get('experiment_module') is None:
             arrays.verify(found.data, found.described, reads=False)
           return found, self._read(found, state, module)
@@ -338,14 +337,14 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         return restoring.call_in_all_processes(read)
       except store_lib.DamagedError as e:
         if not distributed.broadcast_from_process_0(at in self.steps(series)):
-          continue  # It was removed while it was read: there may be another.
-        logging.error('%s It is passed over.', e)
+          continue  # It was removed during the read; look for the next one.
+        logging.error('%s Trying an earlier one.', e)
         reports[at] = str(e)
 
   def _read_foreign(
     self, state: Any, module: Any
   ) -> tuple[str, dict[str, Any]]:
-    """Reads the checkpoint of `restore_from`; a removed one is an error."""
+    """Reads the checkpoint of `restore_from`; fails if it is removed."""
     config = self.directory.config
     found = restoring.find_foreign(config.restore_from)
     found.allow_pickle = self._allow_pickle

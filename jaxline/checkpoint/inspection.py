@@ -6,12 +6,12 @@ In a notebook:
   inspection.find('runs/a:4000').arrays('state/params/.*')
   inspection.main(['verify', 'runs/a'])
 
-A place is the directory of a run, or its gs:// or s3:// address, or a series in
-it (runs/a/checkpoints/best). :STEP after it names a step. Without it, the place
-means the newest checkpoint of `latest`, or else of `best`.
+A place is the directory of a run, its gs:// or s3:// address, or a series in it
+(runs/a/checkpoints/best). Append :STEP to choose a step. Without a step, a
+place means the newest checkpoint of `latest` or, if there is none, of `best`.
 
-The commands change, claim and unpickle nothing. They exit with 0; with 1 if
-`verify` finds damage; with 2 after another error.
+The commands change, claim and unpickle nothing. They exit with code 0 on
+success, 1 if `verify` finds damage, and 2 on any other error.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from jaxline.metrics import lines
 from jaxline.run_directory import sources
 from jaxline.run_directory import store as store_lib
 
-Place = str | os.PathLike[str]  # As the module says.
+Place = str | os.PathLike[str]  # The module's docstring defines the forms.
 _METRICS_SHOWN = 4
-_WIDTH = 200  # Of a plain value that `show` prints.
+_WIDTH = 200  # `show` cuts plain values to this many characters.
 
 
 # Finding checkpoints.
@@ -47,15 +47,15 @@ _WIDTH = 200  # Of a plain value that `show` prints.
 def _locate(
   where: Place, name: str | None = None
 ) -> tuple[store_lib.Store, list[contents.Checkpoint]]:
-  """Returns a run's store, and the checkpoints that are meant, by series."""
+  """Resolves a place to a run's store and its checkpoints, by series."""
   text = os.path.expanduser(os.fspath(where))
   place, _, number = text.rpartition(':')
-  # A directory's own name may end in :STEP.
+  # The name of a directory may itself end in :STEP.
   if not number.isdecimal() or os.path.isdir(text):
     place, number = text, ''
   run, series = store_lib.at(place, 'restore_from'), ['latest', 'best']
   match = re.fullmatch(r'(.*)/checkpoints(?:/(\w+))?/*', place)
-  # A run's own directory may be named checkpoints.
+  # The directory of a run may itself be named checkpoints.
   if match and not run.names('checkpoints'):
     run = store_lib.at(match[1] or '/', 'restore_from')
     series = [match[2]] if match[2] else series
@@ -64,8 +64,8 @@ def _locate(
   steps = {name: manifests.by_time(name)[::-1] for name in series}
   if not any(steps.values()) and not run.names('checkpoints'):
     raise ValueError(
-      f'{text} is no directory of a run (config.checkpoint_dir, which has'
-      ' checkpoints/) and no series in it (RUN/checkpoints/best).'
+      f'{text} is not the directory of a run (with checkpoints/ in it), nor a'
+      ' series such as RUN/checkpoints/best.'
     )
   found = [
     contents.Checkpoint(manifests, name, step)
@@ -74,27 +74,27 @@ def _locate(
     if not number or step == int(number)
   ]
   if number and not found:
-    raise ValueError(f'{run} has no step {number}. The steps are {steps}.')
+    raise ValueError(f'{run} has no step {number}. It has the steps {steps}.')
   return run, found
 
 
 def find(where: Place, series: str | None = None) -> contents.Checkpoint:
-  """Returns one checkpoint, the newest where no step is named."""
+  """Returns one checkpoint: the newest, unless the place names a step."""
   _, found = _locate(where, series)
   if not found:
     raise ValueError(f'{os.fspath(where)} has no checkpoint yet.')
   return [x for x in found if x.series == found[0].series][-1]
 
 
-# The checkpoints and records of a run.
+# The checkpoints and logs of a run.
 
 
 def list_run(where: Place, series: str | None = None) -> list[dict[str, Any]]:
   """Describes the checkpoints of a run, or of a series.
 
   Returns:
-    `series`, `step`, `time` (seconds since 1970), `bytes`, `metrics` and
-    `problem` of each, the newest of a series last.
+    A dict for each checkpoint, the newest of a series last. Its keys: `series`,
+    `step`, `time` (seconds since 1970), `bytes`, `metrics` and `problem`.
   """
   run, found = _locate(where, series)
   metrics: dict[int, dict[str, Any]] = collections.defaultdict(dict)
@@ -113,7 +113,7 @@ def list_run(where: Place, series: str | None = None) -> list[dict[str, Any]]:
       row['metrics'] |= metrics[step]
     except store_lib.GoneError:
       continue
-    except ValueError as e:  # Damaged, or of another version.
+    except ValueError as e:  # It is damaged, or has a different version.
       row['problem'] = str(e)
     rows.append(row)
   return rows
@@ -124,9 +124,9 @@ def _num_bytes(record: Mapping[str, Any]) -> int:
 
 
 def read_log(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
-  """Yields step and scalars, by 'folder/name', of each record in a run's logs.
+  """Yields (step, {'folder/name': scalar}) for each record in a run's logs.
 
-  NaN and infinity are text. Half a last line is skipped.
+  NaN and infinity are text. An incomplete last line is skipped.
   """
   for folder in run.names():
     try:
@@ -134,7 +134,7 @@ def read_log(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
     except disk.ForeignFileError:
       if folder in store_lib.LINKS:
         raise
-      continue  # The user may have put a link to other things there.
+      continue  # The user may have added a link to something else.
     for record in map(files.parse_record, (raw or b'').splitlines()):
       if record.get('kind') == 'scalars':
         names = [name for name in record if name not in files.KEYS]
@@ -142,7 +142,7 @@ def read_log(run: store_lib.Store) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def made_with(record: Mapping[str, Any]) -> dict[str, str]:
-  """Returns the code, the devices and the versions of a checkpoint."""
+  """Returns the devices, the versions and the code of a checkpoint."""
   return {
     'devices': ' '.join(map(str, record['devices'])),
     **{f'version of {k}': str(x) for k, x in record['versions'].items()},
@@ -165,7 +165,7 @@ def _size(num_bytes: float) -> str:
 def print_table(
   rows: Iterable[Sequence[str]], right: Sequence[int] = ()
 ) -> None:
-  """Prints rows in columns; those in `right` are aligned on the right."""
+  """Prints rows in columns; the columns in `right` are right-aligned."""
   rows = [[x.replace('\n', r'\n') for x in map(lines.escaped, r)] for r in rows]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
@@ -192,7 +192,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-  """Prints the tree of one checkpoint."""
+  """Prints the origin, the values and the arrays of one checkpoint."""
   checkpoint = find(args.dir, args.series)
   record, described = checkpoint.record, checkpoint.described
   names = [name for name in described if name.startswith(contents.PARAMS)]
@@ -211,7 +211,7 @@ def _show(args: argparse.Namespace) -> int:
     archive = shlex.quote(f'{store}/{key}')
     rows.append(('to see the code', f'python -m zipfile -e {archive} DIR'))
   print_table(rows)
-  # As it is stored: a class need not be there, and nothing is unpickled.
+  # Print values in their stored form, which needs no classes and no unpickling.
   parts = {f'run/{k}': x for k, x in record['entries'].items()}
   parts |= record['module']
   for i, own in enumerate(record['processes']):
@@ -228,7 +228,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-  """Exits with 1 unless every part is as it was written."""
+  """Verifies the checksum of every part; exits with 1 if one is damaged."""
   damaged = num = 0
   for checkpoint in _locate(args.dir, args.series)[1]:
     try:
@@ -254,7 +254,7 @@ def _export(args: argparse.Namespace) -> int:
 
   out = pathlib.Path(args.out).expanduser()
   if out.exists():
-    raise FileExistsError(f'{out} is there already; give another name.')
+    raise FileExistsError(f'{out} already exists. Give a different name.')
   checkpoint = find(args.dir, args.series)
   prefix = checkpoint.weights(args.weights)
   arrays = checkpoint.arrays(f'{prefix}.*')
@@ -273,32 +273,32 @@ def _export(args: argparse.Namespace) -> int:
   lines.print_text(f'{len(arrays)} arrays, {size}, in {args.out}')
   if others and not args.model_state:
     lines.print_text(
-      f'Left out: {len(others)} arrays of model_state, such as {others[0]};'
-      ' --model_state writes them too.'
+      f'Left out {len(others)} arrays of model_state, such as {others[0]}. To'
+      ' write them, add --model_state.'
     )
   return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command with these arguments; returns the exit status."""
+  """Runs the command line in `argv`; returns the exit code."""
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.checkpoint',
-    description='Reads checkpoints; changes nothing.',
+    description='Lists, shows, verifies and exports checkpoints.',
   )
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
-  place = 'directory or address of a run, or of a series in it; with :STEP'
+  place = 'directory or address of a run, or of a series in it, plus any :STEP'
   for run in (_ls, _show, _verify, _export):
     name, about = run.__name__.strip('_'), run.__doc__
     command = commands.add_parser(name, help=about, description=about)
     command.set_defaults(run=run)
     command.add_argument('dir', metavar='RUN', help=place)
-    about = 'a series; the default is latest, then best'
+    about = 'series; default: latest, then best'
     command.add_argument('--series', choices=('latest', 'best'), help=about)
-  # `export` is the last one.
-  command.add_argument('out', metavar='FILE', help='file .safetensors')
-  about = 'the default is averaged, if there are some'
+  # The last command is `export`, which has more arguments.
+  command.add_argument('out', metavar='FILE', help='.safetensors file to write')
+  about = 'default: averaged, if the run has averaged weights, else raw'
   command.add_argument('--weights', choices=('raw', 'averaged'), help=about)
-  about = 'also what the model needs besides, such as running statistics'
+  about = 'write non-trained state too, such as BatchNorm statistics'
   command.add_argument('--model_state', action='store_true', help=about)
   args = parser.parse_args(argv)
   try:

@@ -1,17 +1,18 @@
-"""Manifests: the checkpoints of a run, and the data that they name.
+"""Manifests: the files that make the checkpoints of a run visible.
 
-    checkpoints/latest/4000.json     exists if, and only if, the checkpoint does
-    checkpoints/best/3000.json       names the same data
-    checkpoints/readers/NAME.json    what a reader needs
+    checkpoints/latest/4000.json     exists if and only if the checkpoint does
+    checkpoints/best/3000.json       a manifest can name the data of `latest`
+    checkpoints/readers/NAME.json    marks the data that a reader needs
     checkpoints/data/4000-7f3a/      arrays, written before the manifest
-    checkpoints/doomed/4000-7f3a/    a process is about to delete the arrays
+    checkpoints/doomed/4000-7f3a/    a process is about to delete these arrays
 
-To retire a checkpoint is to delete its manifest. Data that neither a manifest
-nor a reader's mark names is collected.
+Deleting a manifest removes a checkpoint. Data that no manifest and no reader's
+mark names is then garbage-collected.
 
-A process may be suspended for longer than its marks count. So a process that
-deletes data first dooms it, then looks again for names of it; one that names
-data first writes the manifest, then looks for a doom. One sees the other.
+A process may be suspended for so long that its marks expire. So a process that
+deletes data first dooms it, then checks again that nothing names it. A process
+that names data first writes the manifest, then checks that the data is not
+doomed. Whatever the order, one of the two notices the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,14 +31,14 @@ from jaxline.run_directory import notes
 from jaxline.run_directory import owner
 from jaxline.run_directory import store as store_lib
 
-# Of the manifest and all that it names. Another one is refused.
+# The version of the files' format. Other versions are rejected.
 FORMAT = 2
-_STEP = '0|[1-9][0-9]*'  # One name for each number.
+_STEP = '0|[1-9][0-9]*'  # Each number has exactly one name.
 _DATA = re.compile(f'({_STEP})-[0-9a-f]+')
 
 
 def _texts(x: Any) -> Iterator[str]:
-  """Yields all texts in a JSON value, such as the names of its arrays."""
+  """Yields all strings in a JSON value, among them the names of its arrays."""
   if isinstance(x, str):
     yield x
   elif isinstance(x, list | dict):
@@ -54,10 +55,10 @@ def _is_of_one_step(manifest: dict[str, Any]) -> bool:
     is_used = name in used or f'{name}/'.startswith(trees)
     if not is_used or not metadata.is_folder_of(about['file'], name):
       raise ValueError(f'the array {name!r} is in {about["file"]!r}')
-  # `collect_garbage` looks for the names of data in manifests of the same step.
+  # `collect_garbage` searches only manifests of the data's step.
   of = [manifest['entries']['global_step'], int(manifest['data'].split('-')[0])]
   if of != [step, step]:
-    raise ValueError(f'its entries and data are of {of}, not of step {step}')
+    raise ValueError(f'its entries and data have the steps {of}, not {step}')
   return bool(manifest['processes'])
 
 
@@ -66,7 +67,7 @@ _OWN = keys.record(
   lambda own: 'structure' in own and {*own['arrays']} <= {*_texts(own)},
   arrays=keys.each(arrays.SMALL),
 )
-# What a manifest may be without.
+# A manifest may lack these fields, which then have these values.
 _MISSING: Any = {'small': {}, 'code': {}, 'versions': {}, 'devices': []}
 _MANIFEST = keys.record(
   _is_of_one_step,
@@ -107,13 +108,13 @@ class Manifests:
     self._gc_candidates: set[str] = set()
 
   def steps(self, series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending."""
+    """Returns the steps of a series' checkpoints in ascending order."""
     names = self.store.names(series)
     if any(re.fullmatch(_STEP, name) for name in names):
       raise store_lib.RefusedError(
-        f'{self.store}/{series} has checkpoints of another format; this jaxline'
-        f' reads format {FORMAT}. Use the jaxline that wrote them, or give this'
-        ' run another config.checkpoint_dir.'
+        f'{self.store}/{series} has checkpoints of a different format; this'
+        f' jaxline reads format {FORMAT}. Use the jaxline that wrote them, or a'
+        ' different config.checkpoint_dir.'
       )
     found = (re.fullmatch(rf'({_STEP})\.json', name) for name in names)
     return sorted(int(match[1]) for match in found if match)
@@ -122,9 +123,9 @@ class Manifests:
     """Reads a manifest.
 
     Raises:
-      GoneError: the series has no manifest of that step.
-      DamagedError: it is not as it was written.
-      RefusedError: a save would not have written it for that step.
+      GoneError: the series has no manifest of this step.
+      DamagedError: the checksum of the manifest does not match.
+      RefusedError: the manifest is invalid, or belongs to a different step.
     """
     name = f'{self.store}/{series}/{step}.json'
     raw = self.store.read(f'{series}/{step}.json')
@@ -134,7 +135,7 @@ class Manifests:
       )
     found = notes.unpack(name, raw, _MANIFEST)
     if found['step'] != step:
-      raise store_lib.RefusedError(f'{name} is of step {found["step"]}.')
+      raise store_lib.RefusedError(f'{name} belongs to step {found["step"]}.')
     return _MISSING | {k: x for k, x in found.items() if x is not None}
 
   def write(
@@ -143,28 +144,28 @@ class Manifests:
     manifest: dict[str, Any],
     check: Callable[..., None] = lambda **_: None,
   ) -> None:
-    """Writes a manifest, by which the checkpoint exists.
+    """Writes a manifest, which makes the checkpoint visible.
 
-    A manifest of `best` is taken back if this process loses the right to write,
-    or if the data is lost. (No process collects the data of `latest`.) Each
-    restore verifies the parts; to read them here would take too long.
+    A manifest of `best` is reverted if this process loses the right to write,
+    or if the data is lost. (No process collects the data of `latest`.) Reading
+    all parts would take too long, so only a restore verifies their checksums.
 
     `check` raises an error if the right to write is lost.
 
     Raises:
-      LostClaimError: another process has made a checkpoint of that step.
-      DamagedError: the data is not whole, or is being deleted.
+      LostClaimError: another process has made a checkpoint of this step.
+      DamagedError: the data is damaged, or is being deleted.
     """
     key = f'{series}/{manifest["step"]}.json'
     before, version = self.store.versioned(key)
     expected = store_lib.NEW if series == 'latest' else version
-    self._add_candidate(series, manifest['step'])  # It may replace another one.
-    if series == 'best':  # A process that ends below leaves no lost one.
+    self._add_candidate(series, manifest['step'])  # It may replace a manifest.
+    if series == 'best':  # Check now: this process may die before the next one.
       self._check_data(key, manifest)
     check()
     if self.store.write(key, notes.to_bytes(manifest), expected) is None:
       raise owner.LostClaimError(
-        f'{self.store}/{key} is there already: another run writes in this'
+        f'{self.store}/{key} already exists: another run writes in this'
         ' directory. Nothing was saved.'
       )
     if series == 'latest':  # A process that took over may train on from it.
@@ -180,27 +181,27 @@ class Manifests:
       raise
 
   def _check_data(self, key: str, manifest: dict[str, Any]) -> None:
-    """Raises DamagedError unless data is whole, and nobody deletes it."""
+    """Raises DamagedError if data is damaged, or is being deleted."""
     data = manifest['data']
     try:
-      # In this order: doomed data is deleted first, then its doom.
+      # Check in this order: doomed data is deleted first, then its doom.
       if self.store.names(f'doomed/{data}'):
         raise store_lib.DamagedError('it is being deleted')
       place = self.store.below(f'data/{data}')
       arrays.verify(place, manifest['arrays'], reads=False)
     except store_lib.DamagedError as e:
       raise store_lib.DamagedError(
-        f'{self.store}/{key} was not saved, and the older ones stay: its data,'
-        f' {data}, was damaged or removed ({e!s:.200}). Start again.'
+        f'{self.store}/{key} was not saved, since its data {data} was damaged'
+        f' or removed ({e!s:.200}). Older checkpoints are kept. Start again.'
       ) from e
 
   def _add_candidate(self, series: str, step: int) -> None:
-    """Notes data that a manifest will no longer name, for `collect_garbage`."""
+    """Makes the data of a manifest a candidate for `collect_garbage`."""
     with contextlib.suppress(ValueError):
       self._gc_candidates.add(self.read(series, step)['data'])
 
   def times(self, series: str) -> dict[int, float]:
-    """Returns the time of each save whose manifest is readable."""
+    """Maps each step whose manifest is readable to the time of its save."""
     times = {}
     for step in self.steps(series):
       with contextlib.suppress(ValueError):  # `read` will report it.
@@ -208,22 +209,22 @@ class Manifests:
     return times
 
   def by_time(self, series: str) -> list[int]:
-    """Returns the steps, newest first; of `best` by the time of the save."""
+    """Returns the steps, newest first; in `best` the last saved is newest."""
     times = self.times(series) if series == 'best' else {}
     steps = self.steps(series)[::-1]
     return sorted(steps, key=lambda step: -times.get(step, 0.0))
 
   def delete_manifests(self, series: str, steps: Iterable[int]) -> None:
-    """Deletes manifests; their data goes with the next `collect_garbage`."""
+    """Deletes manifests; `collect_garbage` deletes their data."""
     for step in steps:
       self._add_candidate(series, step)
       self.store.delete(f'{series}/{step}.json')
 
   def collect_garbage(self, data: Iterable[str] = ()) -> None:
-    """Deletes the data of retired manifests, and `data`, if nothing names it.
+    """Deletes the data of deleted manifests, and `data`, if nothing names it.
 
-    The data was listed first: a writer marks its data before it writes. The
-    first look finds what is no longer needed; the second one counts.
+    List `data` before the call: a writer marks its data before it writes. The
+    first look finds unnamed data to doom; the second decides (see the module).
     """
     self._gc_candidates |= {*filter(_DATA.fullmatch, data)}
     if not self._gc_candidates:
@@ -242,11 +243,11 @@ class Manifests:
     self._gc_candidates &= marked
 
   def _look(self) -> tuple[set[str], set[str]]:
-    """Returns which of the doomed data nothing names, and which are marked.
+    """Returns the candidates that nothing names, and the data that is marked.
 
-    Marks are read before `best`: an evaluation drops its mark when `best` names
-    the data. If a mark, or a manifest of one of these steps, is not readable,
-    all counts as marked.
+    Marks are read before `best`, because an evaluation drops its mark when
+    `best` names the data. If a mark, or a manifest of one of these steps, is
+    not readable, all candidates count as marked.
     """
     marked, named = set[str](), set[str]()
     doomed_steps = {int(name.partition('-')[0]) for name in self._gc_candidates}
@@ -263,13 +264,13 @@ class Manifests:
       steps = {series: self.steps(series) for series in ('best', 'latest')}
       for series, found in steps.items():
         for step in doomed_steps.intersection(found):
-          # Read anew: a restarted training saves steps again.
+          # Read it again each time: a restarted training saves steps again.
           with contextlib.suppress(store_lib.GoneError):
             named.add(self.read(series, step)['data'])
     except ValueError as e:
       logging.log_first_n(logging.WARNING, 'No data is removed: %s', 1, e)
       steps = {}
-    # GCS lists nothing, without an error, where it refuses to list.
+    # GCS returns an empty list instead of an error if listing is forbidden.
     if not any(steps.values()):
       return set(), {*self._gc_candidates}
     return self._gc_candidates - marked - named, marked
@@ -289,11 +290,11 @@ def steps_to_delete(
   """Returns the steps to remove from a series.
 
   Args:
-    saved: step and time in seconds of each checkpoint.
-    newest: how many of the newest stay.
-    every_steps: the first at or after each multiple of it stays for ever.
-    every_hours: so does the first that is this much later than the one that
-      stayed for ever before it.
+    saved: (step, time in seconds) of each checkpoint.
+    newest: number of newest checkpoints to keep.
+    every_steps: also keep the first one at or after each multiple of this.
+    every_hours: also keep the first one that is at least this many hours newer
+      than the last one kept by this rule.
   """
   ordered, forever = sorted(saved), set[int]()
   last_multiple, last_time = 0, None
@@ -301,7 +302,7 @@ def steps_to_delete(
     if every_steps and step // every_steps > last_multiple:
       last_multiple = step // every_steps
       forever.add(step)
-    # One from before the last: the clock was put back, so begin anew.
+    # If the clock went back since the last kept one, restart the interval.
     if every_hours and (
       last_time is None or not 0 <= when - last_time < 3600 * every_hours
     ):

@@ -1,7 +1,7 @@
 """Names the folders of arrays, and describes the arrays to other programs.
 
 Zarr and TensorStore read `zarr.json` in the folder of each array. Orbax reads
-`_METADATA`, which has a place in a tree for each array.
+`_METADATA`, which places each array in a tree.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 ORBAX, ZARR = '_METADATA', 'zarr.json'
-# It begins with no number. File systems take names of up to 255 bytes.
+# A plain name starts with a letter. File systems limit names to 255 bytes.
 _PLAIN = re.compile(r'[A-Za-z][A-Za-z0-9_.~-]{0,199}')
 FOLDER = re.compile(rf'\d{{4,}}(\.[A-Za-z0-9_.-]+)?|{_PLAIN.pattern}')
 
@@ -21,8 +21,8 @@ FOLDER = re.compile(rf'\d{{4,}}(\.[A-Za-z0-9_.-]+)?|{_PLAIN.pattern}')
 def folders(names: Collection[str]) -> dict[str, str]:
   """Maps the name of each array to the name of its folder.
 
-  For Orbax the folder of `a/b` is `a.b`. Where there can be no such folder, or
-  no such place in a tree, the name begins with a number.
+  Orbax expects the folder `a.b` for `a/b`. If no such folder, or no such place
+  in a tree, is possible, the folder's name starts with a number instead.
   """
   inner = set[str]()
   for name in names:
@@ -34,7 +34,7 @@ def folders(names: Collection[str]) -> dict[str, str]:
     if (
       name in inner
       or not _PLAIN.fullmatch(folder)
-      or folder.lower() in taken  # Some file systems take `W` for `w`.
+      or folder.lower() in taken  # Some file systems ignore case.
     ):
       folder = f'{i:04d}{_end(name)}'
     taken.add(folder.lower())
@@ -43,7 +43,7 @@ def folders(names: Collection[str]) -> dict[str, str]:
 
 
 def is_folder_of(folder: str, name: str) -> bool:
-  """Returns whether a folder may hold an array of this name."""
+  """Returns whether a folder of this name may hold the array `name`."""
   numbered = folder[:1].isdigit() and folder.lstrip('0123456789') == _end(name)
   return numbered or folder == _orbax_folder(name)
 
@@ -53,13 +53,13 @@ def _orbax_folder(name: str) -> str:
 
 
 def _end(name: str) -> str:
-  """Returns the end of the name of a folder, behind its number."""
+  """Returns the part of a folder's name that follows the number."""
   end = re.sub(r'[^A-Za-z0-9_.-]+', '.', name)[-100:].strip('.')
   return f'.{end}'.rstrip('.')
 
 
 def zarr(about: Mapping[str, Any]) -> bytes:
-  """Returns the metadata of Zarr 3 for a described array."""
+  """Returns the Zarr 3 metadata of a described array."""
   dtype = jnp.dtype(about['dtype'])
   fill = False if dtype.kind == 'b' else [0, 0] if dtype.kind == 'c' else 0
   meta = {
@@ -82,16 +82,16 @@ def zarr(about: Mapping[str, Any]) -> bytes:
 
 
 def orbax(described: Mapping[str, Mapping[str, Any]]) -> bytes:
-  """Returns what Orbax reads first: the place of each array in a tree."""
+  """Returns Orbax's `_METADATA`: the place of each array in a tree."""
   tree = {}
   for name, about in described.items():
     folder = about['file']
     path = name.split('/') if folder == _orbax_folder(name) else [folder]
     tree[str(tuple(path))] = {
-      # The keys of nested dicts.
+      # Key type 2 means the key of a dict.
       'key_metadata': [{'key': key, 'key_type': 2} for key in path],
       'value_metadata': {
-        'value_type': 'np.ndarray',  # One of jax.Array would need a sharding.
+        'value_type': 'np.ndarray',  # jax.Array would need a sharding.
         'skip_deserialize': False,
         'write_shape': about['shape'],
       },

@@ -1,4 +1,4 @@
-"""What the loops ask of a checkpointer."""
+"""Defines the interface between the loops and a checkpointer."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -8,16 +8,16 @@ from jaxline.base import stateful
 from jaxline.parallel import distributed
 from jaxline.run_directory import directory as directory_lib
 
-# An entry of the live state that a checkpoint may lack.
+# A checkpoint may lack this entry of the live state.
 OPTIONAL = 'trained_secs'
 
 
 class ExperimentState(dict):
   """The live state of one series: a dict with attribute access.
 
-  `train` and `evaluate` fill it: `global_step`, `experiment_module`,
-  `train_step_rng`, and in the series `best` the best value. Plain dict storage
-  because the training loop writes two of these at every step.
+  `train` and `evaluate` set `global_step`, `experiment_module` and
+  `train_step_rng`, and in the series `best` the best value. The storage is a
+  plain dict, because the training loop writes two entries at every step.
   """
 
   def __getattr__(self, name: str) -> Any:
@@ -32,7 +32,7 @@ class ExperimentState(dict):
   __delattr__ = dict.__delitem__
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the entries as plain dicts, also those inside."""
+    """Returns the entries as plain dicts, recursively."""
     return {
       key: value.to_dict() if isinstance(value, ExperimentState) else value
       for key, value in self.items()
@@ -43,8 +43,8 @@ class Checkpointer(Protocol):
   """Saves and restores the experiment state of named series.
 
   The series are `latest`, written by training, and `best`, written by
-  evaluation. `experiment_module` is stored through its `snapshot_state` and
-  restored through its `restore_from_snapshot`; every other entry as it is.
+  evaluation. `experiment_module` is saved by its `snapshot_state` and restored
+  by its `restore_from_snapshot`; all other entries are saved unchanged.
   """
 
   def save(self, ckpt_series: str) -> None:
@@ -57,52 +57,52 @@ class Checkpointer(Protocol):
     """Returns the series' live state, one object per thread."""
 
   def restore_path(self, ckpt_series: str) -> Any:
-    """Returns what names the newest checkpoint, or None where there is none.
+    """Returns a unique name of the newest checkpoint, or None without one.
 
-    Two checkpoints of a series never have the same one: evaluation compares
-    them to see whether there is a new checkpoint.
+    Evaluation compares these names to detect a new checkpoint.
     """
 
   def can_be_restored(self, ckpt_series: str) -> bool:
     """Returns whether the series has a checkpoint."""
 
   def wait_for_checkpointing_to_finish(self) -> None:
-    """Returns when everything saved is safe."""
+    """Waits until all saves are complete."""
 
 
 class FullCheckpointer(Checkpointer):
-  """What the loops ask of a checkpointer, besides JAXline's protocol.
+  """A checkpointer with all methods that the loops call.
 
-  The defaults are those of a checkpointer whose checkpoints end with the
-  process. `adapters.full_checkpointer` makes one of any `Checkpointer`.
+  JAXline's protocol has only some of them. The defaults suit a checkpointer
+  whose checkpoints end with the process. `adapters.full_checkpointer` turns any
+  `Checkpointer` into one.
 
   Attributes:
-    directory: the run's notes, logs and claims. If it `keeps` them, all hosts
-      take part in `save`.
+    directory: the notes, logs and claims. If it `keeps` them, all hosts save.
   """
 
   directory: directory_lib.RunDirectory
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
-    """Restores a series' checkpoint of a step; None is the newest."""
+    """Restores a series' checkpoint of a step; None means the newest."""
     raise NotImplementedError
 
   def steps(self, ckpt_series: str) -> list[int]:
-    """Returns the steps of a series' checkpoints, ascending.
+    """Returns the steps of a series' checkpoints in ascending order.
 
     Raises:
       errors.UsageError: the checkpointer does not know them.
     """
     raise errors.UsageError(
       f'{type(self).__name__} does not list the steps of {ckpt_series!r}, so'
-      ' none can be chosen. Leave the step None.'
+      ' you cannot choose one. Leave the step None.'
     )
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     """Returns a function that restores the next checkpoint to evaluate.
 
-    The function gets the evaluated steps, restores another, if there is one,
-    and returns whether. By default it looks at the newest checkpoint only.
+    The function takes the evaluated steps. It restores a checkpoint that is not
+    evaluated, if there is one, and returns whether it did. By default it looks
+    only at the newest checkpoint.
     """
     restored: Any = None
 
@@ -113,14 +113,14 @@ class FullCheckpointer(Checkpointer):
         return False
       restored = path
       self.restore(ckpt_series)
-      # It may be a newer checkpoint, saved after its path was asked for.
+      # A newer checkpoint may have been saved since `restore_path`.
       step = int(self.get_experiment_state(ckpt_series).global_step)
       return step not in done
 
     return restore_next
 
   def begin(self, step: int) -> None:
-    """Notes that training goes on from a step, and how the run is configured.
+    """Records the step from which training continues, and the run's config.
 
     Raises:
       TypeError: a save could not store a value in the live state.
@@ -128,14 +128,13 @@ class FullCheckpointer(Checkpointer):
     self.directory.begin(step)
 
   def close(self) -> None:
-    """Waits for the saves, and gives back what was claimed."""
+    """Waits for the saves, and releases all claims."""
 
 
 def is_new(checkpointer: FullCheckpointer) -> bool:
-  """Returns whether a run has no checkpoint of its own yet.
+  """Returns whether a run has not saved a checkpoint yet.
 
-  A run that begins from another run's checkpoint is new as well. All hosts call
-  it together.
+  A run that starts from another run's checkpoint is new. All hosts call this.
   """
   if checkpointer.directory.keeps:
     return distributed.broadcast_from_process_0(
@@ -147,7 +146,7 @@ def is_new(checkpointer: FullCheckpointer) -> bool:
 def num_to_keep(
   config: Any, ckpt_series: str, module: stateful.Stateful
 ) -> int:
-  """Returns how many of the newest checkpoints of a series are kept."""
+  """Returns the number of newest checkpoints of a series to keep."""
   if ckpt_series != 'best':
     return config.max_checkpoints_to_keep
   if config.max_best_checkpoints_to_keep is not None:
@@ -161,7 +160,7 @@ def new_state(
   rng: Any = None,
   series: str = 'latest',
 ) -> Any:
-  """Returns the live state of a series, as before the first step."""
+  """Returns the live state of a series, set to step 0."""
   state = checkpointer.get_experiment_state(series)
   state.global_step = 0
   state.experiment_module = stateful.live(experiment)

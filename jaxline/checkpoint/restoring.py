@@ -1,4 +1,4 @@
-"""Reads checkpoints into a run: on all its processes and devices alike."""
+"""Restores checkpoints consistently on all processes and devices of a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
@@ -20,12 +20,12 @@ from jaxline.run_directory import directory as directory_lib
 from jaxline.run_directory import store as store_lib
 
 _T = TypeVar('_T')
-# What restoring raises for values that an experiment cannot have.
+# Restoring raises these errors for values that an experiment cannot have.
 _MISFITS = TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 
 
 class ConfigChangedError(errors.UsageError):
-  """A checkpoint in the run's directory was made with another config."""
+  """A checkpoint in the run's directory was made with a different config."""
 
 
 def check_config(
@@ -37,11 +37,11 @@ def check_config(
 
   Args:
     found: the checkpoint.
-    directory: the run's.
-    declared: the experiment or its class, which says what may change.
+    directory: the run's directory.
+    declared: the experiment or its class, which declares changeable keys.
 
   Raises:
-    ConfigChangedError: a key that makes another run differs.
+    ConfigChangedError: a key with the effect `run` differs.
   """
   before, now = found.record['config'], directory.recorded
   changes = config_record.changes(before, now, declared)
@@ -51,19 +51,19 @@ def check_config(
   if directory.follows or directory.config.on_config_change == 'continue':
     logging.log_first_n(
       logging.WARNING,
-      '%s was made with another config:\n%s', 1, found.name, text,
+      '%s was made with a different config:\n%s', 1, found.name, text,
     )  # fmt: skip
     return
   raise ConfigChangedError(
-    f'{found.name} was made with another config, and going on would mix two'
-    f' runs:\n{text}\nGive this run another config.checkpoint_dir (with'
-    ' config.restore_from to begin from here), or set'
-    " config.on_config_change = 'continue' to go on with the new values."
+    f'{found.name} was made with a different config, so resuming would mix two'
+    f' runs:\n{text}\nGive this run a new config.checkpoint_dir (and set'
+    ' config.restore_from to start from this checkpoint), or set'
+    " config.on_config_change = 'continue' to resume with the new values."
   )
 
 
 def call_in_all_processes(read: Callable[[], _T]) -> _T:
-  """Calls a function in all processes; an error in one is raised in all.
+  """Calls `read` in all processes; an error in one is raised in all.
 
   Raises:
     DamagedError: a process found damage.
@@ -87,18 +87,18 @@ def call_in_all_processes(read: Callable[[], _T]) -> _T:
 def place(
   entries: Mapping[str, Any], state: Mapping[str, Any], of: str
 ) -> dict[str, Any]:
-  """Returns restored entries on the devices of the live ones.
+  """Puts restored entries onto the devices of the live entries.
 
-  The step keys of the per-device style are equal rows, one for each local
-  device; another number of devices has more or fewer.
+  The step keys of the per-device style are equal rows, one per local device, so
+  their number changes with the number of devices.
 
   Args:
-    entries: the restored ones.
-    state: the live ones.
+    entries: the restored entries.
+    state: the live entries.
     of: the name of the checkpoint, for errors.
 
   Raises:
-    contents.MismatchError: an entry has another type or shape.
+    contents.MismatchError: the type or the shape of an entry differs.
   """
   placed = dict(entries)
   for name, value in entries.items():
@@ -108,14 +108,14 @@ def place(
     if isinstance(value, np.ndarray):
       value = jnp.asarray(value)
     got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
-    # A raw key is a row of numbers itself.
+    # A raw key has an axis of its own numbers; a typed key has none.
     rows = live.ndim - (not arrays.is_key(live))
     if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
       value = jnp.broadcast_to(value[:1], live.shape)
     elif got != (live.dtype, live.shape):
       raise contents.MismatchError(
-        f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}, expected'
-        f' {live.dtype}{list(live.shape)}; nothing was restored.'
+        f'{of}: {name}: the checkpoint has {got[0]}{list(got[1])}; expected'
+        f' {live.dtype}{list(live.shape)}. Nothing was restored.'
       )
     placed[name] = jax.device_put(value, live.sharding)
   return placed
@@ -123,16 +123,16 @@ def place(
 
 @contextlib.contextmanager
 def refusing(source: str) -> Iterator[None]:
-  """Turns errors of values that an experiment cannot have into RefusedErrors.
+  """Turns errors that values of a file cause into RefusedError.
 
-  The values are of a file; `source` is its name.
+  `source` is the name of the file.
   """
   try:
     yield
   except errors.UsageError:
     raise
   except _MISFITS as e:
-    logging.info('The error in full:', exc_info=True)
+    logging.info('The full error:', exc_info=True)
     raise store_lib.RefusedError(
       f'{source} is refused: {type(e).__name__}: {e}'
     ) from e
@@ -141,7 +141,7 @@ def refusing(source: str) -> Iterator[None]:
 def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
   """Restores the entries that a live state has, or changes nothing."""
   found = {key: entries[key] for key in state if key in entries}
-  # First, since it may refuse; then nothing else has changed yet.
+  # Restore the experiment first: if it raises an error, nothing has changed.
   if 'experiment_module' in state:
     snapshot = found.pop('experiment_module')
     state['experiment_module'].restore_from_snapshot(snapshot)
@@ -149,10 +149,10 @@ def fill(state: dict[str, Any], entries: Mapping[str, Any]) -> None:
 
 
 def find_foreign(where: str) -> contents.Checkpoint:
-  """Returns the checkpoint that `restore_from` means.
+  """Returns the checkpoint that `restore_from` names.
 
   Raises:
-    UsageError: there is none; says which there are.
+    UsageError: there is no such checkpoint; the message lists the steps.
   """
   try:
     found = inspection.find(where)

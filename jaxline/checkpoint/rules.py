@@ -1,4 +1,4 @@
-"""Rules: which arrays of a checkpoint replace which of an experiment."""
+"""Matches `restore_rules`, which map arrays to a checkpoint's arrays."""
 
 from collections.abc import Callable, Iterable
 import re
@@ -15,17 +15,17 @@ def match_rules(
   where: str,
   matches: Callable[[str, str], re.Match[str] | None] = re.fullmatch,
 ) -> tuple[dict[str, str], list[str]]:
-  """Returns which arrays get which, by the first rule that matches.
+  """Maps each array to a source array, by the first rule that matches.
 
   Args:
-    names: those of arrays.
+    names: names of arrays.
     rules: pairs of a regular expression and the name of the source in the
-      checkpoint; with None, the array has none.
-    where: what has the rules, for messages.
-    matches: `re.match` if a regular expression need not match a whole name.
+      checkpoint; None means no source.
+    where: the origin of the rules, for messages.
+    matches: `re.match` if an expression need not match the full name.
 
   Returns:
-    Name -> that of its source; and the expressions that are used for no name.
+    Name -> name of its source; and the expressions that no name used.
   """
   rules, used = list(rules), set()
   sources: dict[str, str] = {}
@@ -33,7 +33,7 @@ def match_rules(
     for pattern, source in rules:
       try:
         if match := matches(pattern, name):
-          used.add((pattern, source))  # To have one twice is no mistake.
+          used.add((pattern, source))  # A repeated rule counts as used.
           if source is not None:
             sources[name] = match.expand(source)
           break
@@ -44,8 +44,8 @@ def match_rules(
   return sources, [pair[0] for pair in rules if tuple(pair) not in used]
 
 
-# Optax's states of schedules: by name, since not all of them are public. Not
-# those of moments, such as Adam's, which are corrected by their own count.
+# Names of Optax's schedule states, not all of which are public. States with
+# moments, such as Adam's, are missing: their count corrects the moments.
 _SCHEDULES = (
   'AddNoiseState',
   'InjectHyperparamsState',
@@ -57,7 +57,7 @@ _SCHEDULES = (
 
 
 def without_schedules(tree: Any) -> Any:
-  """Returns a tree with None in place of all that a schedule is made of."""
+  """Returns a tree with None in place of the states of schedules."""
 
   def is_schedule(x: Any) -> bool:
     return type(x).__name__ in _SCHEDULES and hasattr(x, '_fields')
@@ -66,7 +66,7 @@ def without_schedules(tree: Any) -> Any:
     if not is_schedule(x):
       return x
     kept = dict.fromkeys(x._fields)
-    if 'inner_state' in kept:  # Of the optimizer that has the schedule.
+    if 'inner_state' in kept:  # It is the state of the scheduled optimizer.
       kept['inner_state'] = without_schedules(x.inner_state)
     return x._replace(**kept)
 

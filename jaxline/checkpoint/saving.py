@@ -1,9 +1,9 @@
-"""Writes checkpoints, in the background.
+"""Writes checkpoints in the background, and removes old ones.
 
-`write` gets a copy of the state in host memory (`contents`). It waits until the
-logs are safe, writes the arrays as fresh data (`arrays`) and, as its last file,
-the manifest. `apply_retention` removes checkpoints, and collects data that no
-manifest names (`manifests`).
+`write` takes a copy of the state in host memory (`contents`). It waits until
+the logs are on disk, writes the arrays as new data (`arrays`) and, as the last
+file, the manifest. `apply_retention` removes checkpoints, and collects data
+that no manifest names (`manifests`).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -37,10 +37,10 @@ class Saver:
     self._directory, self._store = directory, directory.store
     self.manifests = manifests_lib.Manifests(self._store)
     self.restored: dict[str, Any] = {}
-    # See `write_code`.
+    # The code that `write_code` has found.
     self._files, self._code = dict[str, bytes](), dict[str, str]()
     self._num_looks = 0
-    # Keeps data that an evaluation reads, or writes and has not named yet.
+    # The mark keeps data that an evaluation reads, or that has no manifest yet.
     mark = f'readers/{directory.mode}-{secrets.token_hex(4)}.json'
     self._mark, self._marked = owner.Heartbeat(self._store, mark), set[str]()
 
@@ -57,10 +57,9 @@ class Saver:
     Args:
       series: the series.
       step: the step.
-      flush: waits until the earlier records are safe, and returns the lengths
-        of the logs.
-      content: a copy of the live state; None if that is `latest` of this step.
-      added: the entries of `best` besides those of the state.
+      flush: waits until earlier records are on disk; returns the logs' lengths.
+      content: a copy of the live state; None to share the data of `latest`.
+      added: the entries that `best` adds to the state's.
     """
     lengths = flush()
     data, described, process = '', dict[str, Any](), dict[str, Any]()
@@ -70,7 +69,7 @@ class Saver:
       data = distributed.gather_and_decide(
         None, lambda _: manifests_lib.new_data(step)
       )
-      if series == 'best':  # No manifest names it yet: training may collect.
+      if series == 'best':  # Training could collect data without a manifest.
         self.keep_data([data])
       try:
         place = self._store.below(f'data/{data}')
@@ -79,7 +78,7 @@ class Saver:
         error = e
 
     def publish(all_of: list[Any]) -> None:
-      """Writes the manifest, in process 0."""
+      """Writes the manifest; called in process 0."""
       if content is None:
         follows = self._directory.follows
         read = self.manifests.read
@@ -98,7 +97,7 @@ class Saver:
       claim = self._directory.claims[series]
       assert claim is not None
       if series == 'best':
-        # The mark of a suspended process has kept nothing.
+        # Renew the mark: if this process was suspended, it has expired.
         self.keep_data([manifest['data']])
         entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
@@ -118,7 +117,7 @@ class Saver:
       return
     manifests, config = self.manifests, self._directory.config
     if series == 'best':
-      # The newest save of `best` is the best one, whatever its step.
+      # The last save of `best` is the best one, regardless of its step.
       gone = manifests.by_time(series)[num_to_keep:]
     else:
       hours = config.keep_checkpoint_every_hours
@@ -133,7 +132,7 @@ class Saver:
     manifests.collect_garbage()
 
   def keep_data(self, data: Collection[str] = ()) -> None:
-    """Marks data, so that the training beside this evaluation keeps it."""
+    """Marks data for a training process to keep; removes earlier marks."""
     is_marking = self._directory.follows or self._marked
     if jax.process_index() or self._directory.reads_only or not is_marking:
       return
@@ -141,29 +140,29 @@ class Saver:
       self._mark.write(data=sorted(data))
     else:
       self._mark.stop()
-    # The mark alone may have kept the data that was marked before.
+    # Only the mark may have kept the data that was marked before.
     self.manifests.collect_garbage(self._marked - {*data})
     self._marked = {*data}
 
   def clean(self) -> None:
-    """Removes what killed processes have left; warns of changed code."""
-    self.write_code()  # Now: the user may edit it before the first save.
+    """Removes leftovers of killed processes, and warns of changed code."""
+    self.write_code()  # The user may edit the code before the first save.
     left = (*self._store.names('data'), *self._store.names('doomed'))
     self.manifests.collect_garbage(left)
     before = sources.read(
       self._store, self.restored.get('code', {}).get('files')
     )
-    # Only files of both: another program imports others.
+    # Compare only common files: a different program imports different files.
     if names := [k for k, x in self._files.items() if before.get(k, x) != x]:
       text = 'The code has changed since step %s was saved. The run uses the'
-      text += ' code as it is now: %s.'
+      text += ' current code of: %s.'
       shown = textwrap.shorten(', '.join(names), 400)
       logging.warning(text, self.restored['step'], shown)
 
   def write_code(self) -> dict[str, str]:
-    """Returns the manifest's field; writes the files once for each content."""
+    """Returns the manifest's field `code`; writes each set of files once."""
     config = self._directory.config
-    if self._num_looks < 2:  # A first step may have imported others.
+    if self._num_looks < 2:  # The first step may import more files.
       self._num_looks += 1
       files = sources.add_imported(self._files)
       self._code = contents.code() | {'files': files}

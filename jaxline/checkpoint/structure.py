@@ -1,13 +1,13 @@
-"""Describes a tree in a checkpoint: arrays by name, everything else as JSON.
+"""Encodes a tree for a checkpoint: arrays by name, everything else as JSON.
 
 docs/reference/checkpoint_files.md lists the forms. An object that occurs twice
-is stored, and restored, as two.
+is stored, and restored, as two objects.
 
 A file can be edited, so `decode` imports nothing, looks up no function and
 calls no class that the file names. It finds classes only in imported modules,
-and checks that each is of the kind that its tag says. The code that runs
-belongs to those classes: the function that a type registered with JAX to build
-its nodes, and the hash of a dict's keys.
+and checks that each is of the kind that its tag states. It runs only code of
+these classes: the function that a type registered with JAX to build its nodes,
+and the hash function of a dict's keys.
 """
 
 import base64
@@ -32,8 +32,8 @@ from jaxline.run_directory import store as store_lib
 def is_array(x: Any) -> bool:
   """Returns whether a value is an array, or a jax.ShapeDtypeStruct of one.
 
-  Arrays of strings, dates or objects are not, nor subclasses of np.ndarray,
-  which hold more than their elements.
+  Arrays of strings, dates or objects do not count; neither do subclasses of
+  np.ndarray, which hold more than their elements.
   """
   if type(x) is np.ndarray or isinstance(x, np.generic):
     return arrays_lib.can_store(x)
@@ -48,19 +48,19 @@ def encode(
   allow_pickle: bool = False,
   nodes: dict[str, Any] | None = None,
 ) -> Any:
-  """Returns the description of a value; JSON gives it back unchanged.
+  """Returns the description of a value, as JSON.
 
   Args:
     x: the value.
-    name: its name, the prefix of the names of its arrays.
-    arrays: receives its arrays, uncopied; PRNG keys as their uint32 data.
-    allow_pickle: whether to pickle what has no description.
-    nodes: receives, by name, the nodes of which only the children have one: the
-      class or the auxiliary data of a pytree can be anything. `decode` takes
-      these from a live value. None refuses such nodes.
+    name: the name of the value, which prefixes the names of its arrays.
+    arrays: receives the arrays, not copied; random keys as their uint32 data.
+    allow_pickle: whether to pickle values that have no description.
+    nodes: receives, by name, the pytree nodes whose class or auxiliary data
+      cannot be described, but whose children can. `decode` takes the rest from
+      a live value. None rejects such nodes.
 
   Raises:
-    TypeError: a part of the value has no description; names it.
+    TypeError: a part of the value has no description; the message names it.
   """
   if x is None or type(x) in (bool, int, float, str):
     return x
@@ -81,7 +81,7 @@ def encode(
   if cls is dict:
     ordered = list(x)
     with contextlib.suppress(TypeError):
-      # JAX's order, so that equal names are numbered as in `named_leaves`.
+      # Use JAX's order, so that equal names get the numbers of `named_leaves`.
       ordered = sorted(x)
     values = {key: walk(x[key], str(key)) for key in ordered}
     return {'dict': [[walk(key, f'keys/{key!s}'), values[key]] for key in x]}
@@ -111,7 +111,7 @@ def encode(
       taken = len(arrays)
       try:
         return {'node': [address, parts, walk(aux, 'aux')]}
-      except Exception:  # To unflatten a PyTreeDef may raise anything.
+      except Exception:  # Unflattening a PyTreeDef may raise anything.
         if nodes is None:
           raise
         for key in [*arrays][taken:]:
@@ -126,7 +126,7 @@ def encode(
   elif kind in ('namedtuple', 'dataclass'):
     fields = _fields(cls)
     if extra := [key for key in _vars_of(x) if key not in fields]:
-      why = f' (it has attributes beside its fields: {extra})'
+      why = f' (it has attributes that are not fields: {extra})'
     else:
       return {kind: [address, {f: walk(getattr(x, f), f) for f in fields}]}
   if allow_pickle:
@@ -134,8 +134,8 @@ def encode(
     return {'pickle': [name, data]}
   raise TypeError(
     f'A checkpoint cannot hold {name!r}, a {cls.__module__}.{cls.__qualname__}'
-    f'{why}: keep it out of CHECKPOINT_ATTRS / NON_BROADCAST_CHECKPOINT_ATTRS,'
-    ' give it as arrays and plain values, or set'
+    f'{why}. Keep it out of CHECKPOINT_ATTRS / NON_BROADCAST_CHECKPOINT_ATTRS,'
+    ' turn it into arrays and plain values, or set'
     ' config.checkpoint_allow_pickle = True.'
   )
 
@@ -152,16 +152,15 @@ def decode(
 
   Args:
     structure: the description.
-    arrays: name -> array. A jax.Array comes back as the object given here, a
-      NumPy array writeable.
+    arrays: name -> array. A returned NumPy array is writeable.
     allow_pickle: whether to unpickle, which may run any code.
-    on_host: whether an array that was a jax.Array may stay as it is given here;
-      otherwise it becomes one again, on the default device.
-    nodes: returns what `encode` of the live value gives. Called only if the
-      value has such nodes.
+    on_host: whether an array that was saved as a jax.Array may stay as given;
+      otherwise it becomes a jax.Array on the default device.
+    nodes: returns the nodes of the live value (see `encode`). It is called only
+      if the value has such nodes.
 
   Raises:
-    store_lib.RefusedError: something in it cannot, or may not, be restored.
+    store_lib.RefusedError: a part cannot, or must not, be restored.
   """
   if structure is None or isinstance(structure, bool | int | float | str):
     return structure
@@ -188,7 +187,7 @@ def decode(
       case 'jax':
         return arrays[body] if on_host else jax.numpy.asarray(arrays[body])
       case 'numpy':
-        # Copied if it is a view of JAX's memory: experiments write into it.
+        # Copy a view of JAX's memory, because experiments may write into it.
         return np.require(arrays[body], requirements='W')
       case 'scalar':
         return np.asarray(arrays[body])[()]
@@ -198,8 +197,8 @@ def decode(
         return pickle.loads(base64.b64decode(body[1]))
       case 'pickle':
         raise store_lib.RefusedError(
-          f'The checkpoint holds {body[0]!r} pickled, and unpickling can run'
-          ' any code. If you trust who wrote it, set'
+          f'The checkpoint holds {body[0]!r} as a pickle, and unpickling can'
+          ' run any code. If you trust its author, set'
           ' config.checkpoint_allow_pickle = True'
         )
       case 'namedtuple' | 'dataclass' | 'node':
@@ -212,14 +211,14 @@ def decode(
         if live != kind:
           raise store_lib.RefusedError(
             f'The checkpoint holds {name!r}, a node {kind} whose static data'
-            f' is not in the file; the experiment has {live} there. Give it the'
-            " same structure in the experiment's constructor"
+            f' is not in the file; the experiment has {live} in its place.'
+            " Build the same structure in the experiment's constructor"
           )
         return one_level.unflatten(walk(parts))
     raise ValueError('no such tag')
   except (store_lib.RefusedError, MemoryError, RecursionError):
     raise
-  except Exception as e:  # The code of a node may raise anything.
+  except Exception as e:  # A node's code may raise anything.
     raise store_lib.RefusedError(
       f'The checkpoint holds {str(structure)[:80]!r}, which cannot be restored:'
       f' {type(e).__name__}: {e}'
@@ -232,23 +231,23 @@ def _instance(tag: str, body: list[Any], walk: Any) -> Any:
   if (cls := _find(address)) is None:
     module, _, qualname = address.partition(':')
     raise store_lib.RefusedError(
-      f'The checkpoint holds {address!r}, but no module that is imported has'
-      f" such a class: import {module!r} in the experiment's module, or"
-      f' define {qualname!r} there'
+      f'The checkpoint holds {address!r}, but no imported module has such a'
+      f" class. Import {module!r} in the experiment's module, or define"
+      f' {qualname!r} in it'
     )
   if _kind(cls) != tag:
-    raise TypeError(f'{address} is no {tag}, or no longer')
+    raise TypeError(f'{address} is not (or no longer) a {tag}')
   if tag == 'node':
     _, children, aux = body
-    # Not with a PyTreeDef: its C++ code takes the data of a registered
-    # dataclass for a tuple of the right length, and crashes if it is not.
+    # Do not use a PyTreeDef: its C++ code assumes that the data of a registered
+    # dataclass is a tuple of the right length, and crashes if it is not.
     return tree_util._registry[cls].from_iter(walk(aux), tuple(walk(children)))
   if sorted(body[1]) != sorted(fields := _fields(cls)):
     raise TypeError(f'{address} has the fields {sorted(fields)}')
   values = {name: walk(body[1][name]) for name in fields}
   if tag == 'namedtuple':
     return tuple.__new__(cls, values.values())
-  # Neither __init__ nor the __setattr__ of a frozen class runs.
+  # This runs neither __init__ nor the __setattr__ of a frozen class.
   instance = object.__new__(cls)
   for name, value in values.items():
     object.__setattr__(instance, name, value)
@@ -260,7 +259,7 @@ def _find(address: str) -> Any:
   module, _, qualname = address.partition(':')
   found: Any = sys.modules.get(module)
   for part in qualname.split('.'):
-    # Static, because a module's own __getattr__ may import others.
+    # Look up statically: a module's __getattr__ may import modules.
     found = inspect.getattr_static(found, part, None)
     if not isinstance(found, type):
       return None
@@ -279,7 +278,7 @@ def _kind(cls: type) -> str | None:
 
 
 def _vars_of(x: Any) -> list[str]:
-  """Returns the instance's attributes but for cached properties."""
+  """Returns the names of an instance's attributes, except cached properties."""
   return [
     key
     for key in getattr(x, '__dict__', {})

@@ -1,7 +1,7 @@
-"""Constructs experiments, and adapts what was written for JAXline.
+"""Constructs experiments, and adapts programs written for JAXline.
 
-`adapters` gives the parts of a run all methods when a `train.Run` is made,
-`experiments` an experiment all attributes, `checkpoints` keeps JAXline's
-`dictionary` of checkpoints, `threads` is JAXline's mode with two threads. Read
-`adapters` first.
+When a `train.Run` is made, `adapters` gives its parts all methods, and
+`experiments` gives the experiment all attributes. `checkpointers` keeps
+JAXline's `dictionary` of checkpoints, and `threads` has JAXline's mode with two
+threads. Read `adapters` first.
 """

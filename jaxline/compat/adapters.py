@@ -1,8 +1,8 @@
 """Wraps JAXline-style parts of a run in this library's interfaces.
 
-`train`, `decode` and `platform` call these where a run begins. After that every
-checkpointer, writer and action has all methods; `experiments` does the same for
-experiments, and `base_config.complete_config` for the keys of a config.
+At the start of a run, `train`, `decode` and `platform` give every checkpointer,
+writer and action all methods. `experiments` does the same for experiments, and
+`base_config.complete_config` for the keys of a config.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxline.run_directory import directory
 
 
 class _ForeignCheckpointer(protocol.FullCheckpointer):
-  """A checkpointer that has the methods of JAXline's protocol only."""
+  """Wraps a checkpointer that has only the methods of JAXline's protocol."""
 
   def __init__(self, checkpointer: protocol.Checkpointer):
     self._checkpointer = checkpointer
@@ -42,7 +42,7 @@ class _ForeignCheckpointer(protocol.FullCheckpointer):
 
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     if step is not None:
-      self.steps(ckpt_series)  # Raises: it does not know them.
+      self.steps(ckpt_series)  # This raises: the steps are unknown.
     self._checkpointer.restore(ckpt_series)
 
   def close(self) -> None:
@@ -52,16 +52,16 @@ class _ForeignCheckpointer(protocol.FullCheckpointer):
 def full_checkpointer(
   checkpointer: Any, experiment_class: Any
 ) -> protocol.FullCheckpointer:
-  """Returns a checkpointer with the whole interface.
+  """Returns a checkpointer with the full interface.
 
   Args:
     checkpointer: any `protocol.Checkpointer`. A subclass of ours whose
       `restore` takes no step counts as foreign.
-    experiment_class: the run's. JAXline's dictionary has the checkpoints of a
-      class that is no `FullExperiment`.
+    experiment_class: the run's class. Unless it is a `FullExperiment`, durable
+      checkpoints are mirrored in JAXline's dictionary.
   """
   place = getattr(checkpointer, 'directory', None)
-  # Or a wrapper around one of ours, which passes on all its attributes.
+  # This is true for a wrapper too that forwards the attributes of one of ours.
   is_full = isinstance(place, directory.RunDirectory)
   takes_step = lambda restore: 'step' in inspect.signature(restore).parameters
   if not is_full or not takes_step(checkpointer.restore):
@@ -76,14 +76,14 @@ def full_checkpointer(
 
 
 class _ForeignWriter(writers.MetricWriter):
-  """A writer that has `write_scalars`, and perhaps more of its own.
+  """Wraps a writer that has `write_scalars`, and perhaps other methods.
 
   As in JAXline, it gets the scalars of training on a background thread, and an
-  experiment calls what it has directly. Records of other kinds are dropped.
-  Whoever made it flushes and closes it: it may not allow that on a thread.
+  experiment calls its other methods directly. Other kinds of records are
+  dropped. Its owner flushes and closes it, since it may not allow a thread to.
   """
 
-  # What is no number as well.
+  # Values that are not numbers are written too.
   _conversions = values.CONVERSIONS | {'scalars': values.fetch}
 
   def __init__(self, writer: Any):
@@ -95,7 +95,7 @@ class _ForeignWriter(writers.MetricWriter):
         setattr(self, method, getattr(writer, method))
 
   def __getattr__(self, name: str) -> Any:
-    # A copy asks before it has a writer.
+    # `copy` asks for attributes before `_writer` is set.
     return getattr(vars(self).get('_writer'), name)
 
   def __exit__(self, *unused: object) -> None:
@@ -103,10 +103,11 @@ class _ForeignWriter(writers.MetricWriter):
 
 
 def full_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """Returns a config with all keys; warns of those that a program has taken."""
+  """Returns a config with all keys; warns of keys that a program redefines."""
   if own := base_config.own_keys(config):
     logging.warning(
-      "The program's own, so that the library uses its defaults: config.%s. %s",
+      'The program uses these keys as its own; the library uses its defaults:'
+      ' config.%s. %s',
       ', config.'.join(own),
       next(iter(own.values())),
     )
@@ -114,10 +115,10 @@ def full_config(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 
 def full_writer(writer: Any) -> writers.MetricWriter:
-  """Returns a writer with the whole interface.
+  """Returns a writer with the full interface.
 
   Args:
-    writer: any that has `write_scalars`; None writes nothing.
+    writer: any object with `write_scalars`; None writes nothing.
   """
   if isinstance(writer, writers.MetricWriter):
     return writer
@@ -125,7 +126,7 @@ def full_writer(writer: Any) -> writers.MetricWriter:
 
 
 class _ForeignAction(periodic.Action):
-  """A periodic action that has the methods of JAXline's only."""
+  """Wraps a periodic action that has only JAXline's methods."""
 
   def __init__(self, action: Any):
     self._action = action
@@ -138,17 +139,17 @@ class _ForeignAction(periodic.Action):
 
 
 def full_action(action: Callable[..., Any]) -> periodic.Action:
-  """Returns a periodic action with the whole interface."""
+  """Returns a periodic action with the full interface."""
   if isinstance(action, periodic.Action):
     return action
   return _ForeignAction(action)
 
 
 def rebindable(module: Any, name: str, *parts: str) -> Callable[[Any], Any]:
-  """Returns a function of a run that calls its method of a name.
+  """Returns a function that calls the method `name` of a run.
 
-  If a program has rebound the function of that name in the module, that one is
-  called with JAXline's arguments, the last of which are `parts` of the run.
+  If a program has rebound the function of this name in the module, it calls
+  that function with JAXline's arguments, the last of which are `parts`.
   """
   own = getattr(module, name)
 

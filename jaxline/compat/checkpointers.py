@@ -28,27 +28,27 @@ _SEED = 'the snapshot that the program put into utils.GLOBAL_CHECKPOINT_DICT'
 
 class _Begun(NamedTuple):
   training: dictionary.RunIdentity
-  active: threading.local  # Another one in a dictionary that was emptied.
+  active: threading.local  # It changes when a program empties the dictionary.
 
 
-# The trainings of this process by their directories.
+# Maps directories to the trainings of this process.
 _begun: dict[str, _Begun] = {}
 
 
 def choose_directory(
   experiment_class: Any, config: Mapping[str, Any], begins: bool = True
 ) -> str:
-  """Returns a directory of its own for each run of this process.
+  """Returns a separate directory for each run of this process.
 
-  This is `config.checkpoint_dir`, or `run_2`, `run_3`, ... below it if this
-  process has saved another training there, or if the program has emptied the
-  dictionary since. All processes of the run call it together.
+  This is `config.checkpoint_dir`. If this process has saved a different
+  training in it, or the program has emptied the dictionary since, it is
+  `run_2`, `run_3`, ... below it. All processes must call this together.
 
   Args:
     experiment_class: constructs the experiment.
-    config: as `base_config.recorded` returns it.
-    begins: whether the run trains. If it does not, and this process has trained
-      no such run, its directory is `config.checkpoint_dir`.
+    config: the config, as `base_config.recorded` returns it.
+    begins: whether the run trains. If it does not, and this process has not
+      trained such a run, the directory is `config.checkpoint_dir`.
   """
   training = dictionary.RunIdentity(
     experiments.class_of(experiment_class), config
@@ -56,7 +56,7 @@ def choose_directory(
   active = dictionary.add_series('latest').active
   is_seeded = dictionary.seed('latest') is not None
   first = store_lib.at(config['checkpoint_dir']).url
-  # Processes agree on the name alone: their paths to `first` may differ.
+  # Processes agree only on the name, since their paths to `first` may differ.
   name, why = '', list[str]()
   for number in itertools.count(2):
     place = f'{first}/{name}'.rstrip('/')
@@ -75,8 +75,8 @@ def choose_directory(
     _begun[place] = _Begun(training, active)
     if why and (begun is None or changes):
       logging.warning(
-        '%s has the checkpoints of another run of this process (%s). This one'
-        ' begins anew in %s.', first, '; '.join(why), place,
+        '%s has checkpoints of a different run of this process (%s). This run'
+        ' starts from scratch in %s.', first, '; '.join(why), place,
       )  # fmt: skip
   return place
 
@@ -84,8 +84,8 @@ def choose_directory(
 class InMemoryCheckpointer(protocol.FullCheckpointer):
   """Keeps the newest checkpoints of each series in this process.
 
-  Programs written against JAXline derive from it, and may set
-  `_max_checkpoints_to_keep` in place of our constructor.
+  JAXline programs derive from it. Instead of calling our constructor, they may
+  set `_max_checkpoints_to_keep`.
   """
 
   _config: Any = None
@@ -99,13 +99,13 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     *,
     records_config: bool = False,
   ):
-    """Makes a checkpointer; all of them share the series.
+    """Makes a checkpointer; all checkpointers of the process share the series.
 
     Args:
-      config: the run's.
-      mode: not used, as in JAXline.
-      records_config: whether a training writes its config into the run's
-        directory, which the caller has claimed.
+      config: the run's config.
+      mode: unused, as in JAXline.
+      records_config: whether training writes its config to the run's directory,
+        which the caller must have claimed.
     """
     self._records_config = records_config
     self._config = base_config.complete_config(config)
@@ -115,10 +115,10 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     del mode
     self._max_checkpoints_to_keep = config.max_checkpoints_to_keep
 
-  # Each object has its own: a program's constructor need not call ours.
+  # Make it lazily, because a program's constructor need not call ours.
   @functools.cached_property
   def directory(self) -> directory_lib.RunDirectory:  # type: ignore[override]
-    """What the run keeps beside its checkpoints: nothing, or the config."""
+    """The run's directory, which keeps nothing or only the config."""
     return directory_lib.RunDirectory()
 
   def get_experiment_state(self, ckpt_series: str) -> Any:
@@ -126,11 +126,11 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     return active.setdefault('state', protocol.ExperimentState())
 
   def begin_training(self, experiment_class: Any) -> None:
-    """Forgets the checkpoints of another training.
+    """Forgets the checkpoints of a different training.
 
-    Another class makes another training; if the run's config is recorded,
-    another config does too. A program that makes its own checkpointer may train
-    with another config from the checkpoints so far, as with JAXline.
+    The training is different if its class differs or, if the run's config is
+    recorded, its config. A program that makes its own checkpointer may continue
+    from the checkpoints with a different config, as in JAXline.
     """
     is_other = self._records_config
     config = base_config.recorded(self._config) if is_other else None
@@ -202,14 +202,14 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
     return newest.id if newest else None
 
   def wait_for_checkpointing_to_finish(self) -> None:
-    """Returns at once: `save` has finished when it returns."""
+    """Returns immediately, because `save` runs synchronously."""
 
 
 class MirroredCheckpointer(protocol.FullCheckpointer):
-  """A durable checkpointer whose checkpoints are in the dictionary as well.
+  """A durable checkpointer that mirrors its checkpoints in the dictionary.
 
-  A run without checkpoints begins from the snapshot that the program has put
-  there, or else as the durable one does.
+  A run without checkpoints starts from the snapshot that the program has put
+  into the dictionary. If there is none, it starts like a durable one.
   """
 
   directory: directory_lib.DurableDirectory
@@ -218,7 +218,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     """Takes the checkpointer that writes and reads the files."""
     self._durable = durable
     self.directory = durable.directory
-    # Through a program's wrapper around it.
+    # Reach through a wrapper that the program may have put around it.
     inner = getattr(durable.save, '__self__', durable)
     inner.complete = experiments.full_experiment
     for method in (
@@ -236,7 +236,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     return self._durable.get_experiment_state(ckpt_series)
 
   def save(self, ckpt_series: str) -> None:
-    """Saves the live state, and publishes it once it is written."""
+    """Saves the live state, and publishes it when it is written."""
     self._durable.save(ckpt_series)
     state = self.get_experiment_state(ckpt_series)
     published = self._published(ckpt_series, state)
@@ -249,7 +249,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
   def restore(self, ckpt_series: str, *, step: int | None = None) -> None:
     """Restores a checkpoint, or the program's snapshot if there is none."""
     state = self.get_experiment_state(ckpt_series)
-    # All processes ask, whichever of them has a snapshot.
+    # All processes must ask, even if only some have a snapshot.
     is_saved = step is not None or self._durable.has_any(ckpt_series)
     snapshot = dictionary.seed(ckpt_series)
     if snapshot is None or is_saved:
@@ -258,14 +258,14 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
       if is_own and not self.directory.follows:
         dictionary.publish(ckpt_series, self._published(ckpt_series, state))
       if snapshot is not None and step is None:
-        logging.warning('%s is not used: there are checkpoints.', _SEED)
+        logging.warning('Ignoring %s: there are checkpoints.', _SEED)
       return
     entries = dictionary.entries_of(snapshot, ckpt_series, state)
     with restoring.refusing(_SEED):
       restoring.fill(state, restoring.place(entries, state, _SEED))
-    logging.info('Began the series %r from %s.', ckpt_series, _SEED)
+    logging.info('Started the series %r from %s.', ckpt_series, _SEED)
     if self.directory.config.restore_from:
-      logging.warning('config.restore_from is not used: there is %s.', _SEED)
+      logging.warning('Ignoring config.restore_from: there is %s.', _SEED)
 
   def follow(self, ckpt_series: str) -> Callable[[Collection[int]], bool]:
     restore_next = self._durable.follow(ckpt_series)
@@ -283,9 +283,9 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     return restore_next_or_seed
 
   def _published(self, series: str, state: Any) -> dictionary.Published:
-    """Returns the checkpoint of a live state's step, maybe not written yet.
+    """Returns the checkpoint of a live state, which may not be written yet.
 
-    The experiment is not kept, because it holds the live arrays.
+    It does not keep the experiment, which holds the live arrays.
     """
     step = int(state['global_step'])
     module = experiments.full_experiment(state['experiment_module'])
@@ -297,7 +297,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     saved = self._durable.checkpoint(series, step)
     saved.nodes = contents.live_nodes(module, saved.allow_pickle)
 
-    # It waits for no other process: a signal handler may call it.
+    # It must not wait for other processes: a signal handler may call it.
     def read() -> Any:
       entries = {entry: entry for entry in saved.record['module']}
       everything = experiments.full_experiment(
@@ -315,15 +315,15 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
 
 
 def begin_training(checkpointer: Any, experiment_class: Any) -> None:
-  """Leaves the checkpoints of another training of this process alone.
+  """Prepares a checkpointer for training, apart from earlier trainings.
 
-  Called before a training looks for checkpoints; all hosts call it together.
+  All hosts call this together, before training looks for checkpoints.
   """
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
-    # `platform` has done so before it opened the logs; this is for a program
-    # that makes its own checkpointer and trains several classes.
+    # `platform` has done so before it opened the logs. A program that makes its
+    # own checkpointer may train several classes.
     dictionary.forget_published()
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)

@@ -1,8 +1,8 @@
-"""JAXline's dictionary of checkpoints.
+"""Implements JAXline's dictionary of checkpoints, GLOBAL_CHECKPOINT_DICT.
 
-Programs written against JAXline save and restore through it. A snapshot that
-the program puts there starts the run. The snapshots that a run puts there are
-`Published`, and start no other run but a training of the same experiment.
+JAXline programs save and restore through it. A run starts from a snapshot that
+the program puts into it. The snapshots that a run itself adds are `Published`:
+only a training of the same experiment starts from one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,19 +24,19 @@ from jaxline.parallel import devices
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-  """What a run of this process trains; it identifies the run.
+  """Identifies a run of this process by its experiment and config.
 
   Attributes:
     experiment: the experiment's class; None if a function constructs it. Two
-      classes of one name are equal: a notebook runs its cells again.
-    config: the run's, as `base_config.recorded` returns it; None is any.
+      classes of the same name are equal, since notebooks rerun their cells.
+    config: the config, as `base_config.recorded` returns it; None matches any.
   """
 
   experiment: type | None
   config: Mapping[str, Any] | None = None
 
   def changes(self, earlier: 'RunIdentity') -> list[str]:
-    """Returns a line for each difference; none if it is the same run."""
+    """Returns a line for each difference; [] if it is the same run."""
     names = [
       x and f'{x.__module__}:{x.__qualname__}'
       for x in (earlier.experiment, self.experiment)
@@ -53,10 +53,10 @@ class RunIdentity:
 
 
 class SnapshotNT(NamedTuple):
-  """One checkpoint: its number and content.
+  """A checkpoint: its number and content.
 
-  `pickle_nest` has `to_dict()`, and its entries are attributes as well, as
-  with a ConfigDict; unlike there, names of weights may hold dots.
+  Like a ConfigDict, `pickle_nest` has `to_dict()` and offers its entries as
+  attributes. Unlike a ConfigDict, it allows dots in the names of weights.
   """
 
   id: int
@@ -64,10 +64,10 @@ class SnapshotNT(NamedTuple):
 
 
 class Published:
-  """A snapshot that a run saved, read when `pickle_nest` is first used.
+  """A snapshot that a run saved; it is read on first use of `pickle_nest`.
 
-  A copy or pickle of it is a `SnapshotNT`, which starts a run if a program puts
-  it into the dictionary.
+  A copy or a pickle of it is a `SnapshotNT`. If a program puts that into the
+  dictionary, a run starts from it.
   """
 
   def __init__(
@@ -78,14 +78,13 @@ class Published:
     Args:
       id: the snapshot's number.
       read: returns the `pickle_nest`.
-      of: the training that saved it; None if only its own checkpointer restores
-        it.
+      of: the training that saved it; None if only its checkpointer restores it.
     """
     self.id, self._read, self.of = id, read, of
 
   @functools.cached_property
   def pickle_nest(self) -> Any:
-    """What was saved; read once (twice if two threads begin at once)."""
+    """The content; read once, or twice if two threads start together."""
     return self._read()
 
   def __iter__(self) -> Iterator[Any]:
@@ -100,33 +99,33 @@ class Published:
 
 
 class CheckpointNT(NamedTuple):
-  """One series: a thread-local holding its live `state`, and its snapshots."""
+  """A series: a thread-local that holds the live `state`, and its snapshots."""
 
   active: threading.local
   history: list[SnapshotNT | Published]
 
 
-# All checkpoints of the process by series, so that a training and an
-# evaluation thread share them. Experiments written against JAXline read, write
-# and rebind this name on `jaxline.utils`, which then rebinds it here.
+# Maps series to the checkpoints of the process, which the training and the
+# evaluation thread share. JAXline's experiments read, write and rebind this
+# name on `jaxline.utils`, which then rebinds it in this module.
 GLOBAL_CHECKPOINT_DICT: dict[str, CheckpointNT] = {}
 
 
 class _ModuleState(protocol.ExperimentState):
-  """The snapshot of an experiment, which also has the experiment's attributes.
+  """An experiment's snapshot that has the experiment's attributes too.
 
-  JAXline once kept the experiment itself in `pickle_nest`, and programs that
-  save it on their own read `get_first(module._params)`.
+  JAXline once kept the experiment itself in `pickle_nest`. Programs with their
+  own way of saving read, for example, `get_first(module._params)`.
   """
 
   def __init__(
     self, snapshot: Mapping[str, Any], attributes: Mapping[str, str]
   ):
     super().__init__(_nest(dict(snapshot)))
-    self.__dict__['attributes'] = dict(attributes)  # Beside the entries.
+    self.__dict__['attributes'] = dict(attributes)  # It is not an entry.
 
   def __getattr__(self, name: str) -> Any:
-    attributes = self.__dict__.get('attributes', {})  # None while unpickled.
+    attributes = self.__dict__.get('attributes', {})  # Unpickling sets it late.
     if attributes.get(name) in self:
       value = self.to_dict()[attributes[name]]
       return jax.tree.map(lambda x: x[None], value)
@@ -134,7 +133,7 @@ class _ModuleState(protocol.ExperimentState):
 
 
 def _nest(tree: Any) -> Any:
-  """Gives dicts inside dicts attribute access."""
+  """Gives nested dicts attribute access."""
   if type(tree) is not dict:
     return tree
   return protocol.ExperimentState({key: _nest(x) for key, x in tree.items()})
@@ -143,10 +142,10 @@ def _nest(tree: Any) -> Any:
 def nest_of(
   entries: Mapping[str, Any], attributes: Mapping[str, str]
 ) -> protocol.ExperimentState:
-  """Returns the `pickle_nest` of entries that nothing else changes.
+  """Builds the `pickle_nest` of entries, which nobody may modify afterwards.
 
   Args:
-    entries: the experiment state's, with a snapshot of the experiment.
+    entries: the experiment state's entries, with the experiment's snapshot.
     attributes: the experiment's CHECKPOINT_ATTRS.
   """
   nest = _nest(dict(entries))
@@ -157,29 +156,29 @@ def nest_of(
 
 
 def publish(ckpt_series: str, snapshot: Published, keep: int = 1) -> None:
-  """Makes a snapshot the newest of a series; keeps that many."""
+  """Adds a snapshot to a series, and keeps the newest `keep` of them."""
   series = add_series(ckpt_series)
   history = [*series.history, snapshot][-keep:]
   GLOBAL_CHECKPOINT_DICT[ckpt_series] = series._replace(history=history)
 
 
 def add_series(ckpt_series: str) -> CheckpointNT:
-  """Returns a series of the dictionary; adds it where it is not there."""
-  # In one step: training and evaluation threads may both be the first.
+  """Returns a series of the dictionary; adds it if it is missing."""
+  # Add it atomically, since two threads may do so at the same time.
   new = CheckpointNT(threading.local(), [])
   return GLOBAL_CHECKPOINT_DICT.setdefault(ckpt_series, new)
 
 
 def seed(ckpt_series: str) -> SnapshotNT | None:
-  """Returns the snapshot that the program put in to start from, or None."""
+  """Returns the program's snapshot from which a run starts, or None."""
   found = newest(ckpt_series)
   return None if isinstance(found, Published) else found
 
 
 def forget_published() -> None:
-  """Removes the newest published snapshot of each series and those before it.
+  """Removes the newest published snapshot of each series and all before it.
 
-  Snapshots that the program has put in since then stay.
+  Snapshots that the program has added since then are kept.
   """
   checkpoints = GLOBAL_CHECKPOINT_DICT
   for name, series in list(checkpoints.items()):
@@ -191,9 +190,9 @@ def forget_published() -> None:
 
 
 def step_of(snapshot: SnapshotNT | Published) -> int:
-  """Returns the step of a snapshot; -1 if it does not say."""
+  """Returns the step of a snapshot; -1 if it has none."""
   step = snapshot.pickle_nest.get('global_step', -1)
-  return int(np.ravel(step)[0])  # JAXline's first versions have one per device.
+  return int(np.ravel(step)[0])  # Early JAXline versions have one per device.
 
 
 def entries_of(
@@ -202,13 +201,13 @@ def entries_of(
   """Returns a copy of a snapshot's entries, as plain dicts.
 
   Args:
-    snapshot: one whose `pickle_nest` is our own, a ConfigDict, or a dict whose
-      `experiment_module` may be an experiment.
+    snapshot: a snapshot whose `pickle_nest` is ours, a ConfigDict, or a dict
+      whose `experiment_module` may be an experiment.
     ckpt_series: the series.
-    keys: the entries that it must have, but for `train_step_rng`.
+    keys: the entries that it must have; only `train_step_rng` may be missing.
 
   Raises:
-    ValueError: it lacks one.
+    ValueError: an entry is missing.
   """
   nest = snapshot.pickle_nest
   entries = dict(nest.to_dict() if hasattr(nest, 'to_dict') else nest)
@@ -219,17 +218,17 @@ def entries_of(
     entries['experiment_module'] = module.snapshot_state()
   missing = sorted(set(keys) - set(entries) - {protocol.OPTIONAL})
   if missing == ['train_step_rng']:
-    # JAXline's programs make such snapshots.
+    # JAXline programs make such snapshots.
     logging.warning(
-      'Checkpoint %s of series %s has no train_step_rng: the keys of the'
-      ' steps begin anew.', snapshot.id, ckpt_series,
+      'Checkpoint %s of series %s has no train_step_rng; the steps get new'
+      ' random keys.', snapshot.id, ckpt_series,
     )  # fmt: skip
   elif missing:
     raise ValueError(
       f'Checkpoint {snapshot.id} of series {ckpt_series!r} lacks'
       f' {missing}; it holds {sorted(entries)}.'
     )
-  # A copy, so that nothing done to the live state reaches the snapshot.
+  # Copy, so that changes of the live state cannot reach the snapshot.
   return jax.tree.map(devices.freeze, entries)
 
 

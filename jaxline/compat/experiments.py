@@ -1,9 +1,8 @@
 """Constructs an experiment and completes it.
 
-JAXline's clients hand over experiments that do not derive from
-`AbstractExperiment`, or whose constructors take fewer arguments. After
-`construct`, an experiment has all attributes of that class. `full_experiment`
-adds the attributes of `FullExperiment`.
+Experiments of JAXline programs may not derive from `AbstractExperiment`, or may
+have constructors with fewer arguments. `construct` adds all attributes of this
+class, and `full_experiment` adds the attributes of `FullExperiment`.
 """
 
 from collections.abc import Mapping
@@ -23,16 +22,16 @@ from jaxline.base import stateful
 
 
 class _Completed:
-  """Adds the defaults of `FullExperiment` to an object of another class.
+  """Adds the defaults of `FullExperiment` to an object of a different class.
 
-  What the object has by one of those names is the program's own.
+  The object's own attributes of these names are the program's, and unused.
   """
 
   def __init__(self, live: Any, **own: Any):
     defaults = _missing(live) | _ADDED
     vars(self).update(own, _jaxline_live=live, _defaults=defaults)
 
-  # For messages, which name the class.
+  # Messages name the class of the program's object.
   @property  # type: ignore[misc]
   def __class__(self) -> Any:
     return type(self._jaxline_live)
@@ -48,10 +47,10 @@ class _Completed:
     defaults = self.__dict__['_defaults']
     if name not in defaults:
       return getattr(self._jaxline_live, name)
-    return _bound(defaults[name], self)  # Kept, it would be a cycle of weights.
+    return _bound(defaults[name], self)  # Keeping it would make a cycle.
 
 
-# The defaults of the names that JAXline does not have.
+# The defaults of all names that JAXline does not have.
 _ADDED = {
   name: x
   for cls in (stateful.Stateful, experiment_lib.FullExperiment)
@@ -61,20 +60,20 @@ _ADDED = {
 
 
 def _missing(live: Any) -> dict[str, Any]:
-  """Returns the defaults of what an object lacks of `AbstractExperiment`."""
+  """Returns the defaults of `AbstractExperiment` that an object lacks."""
   base_class = experiment_lib.AbstractExperiment
   return {
     name: x
     for name, x in vars(base_class).items()
     if not name.startswith(('__', '_abc'))
-    # The loops say it if one of these is missing.
+    # The loops report a missing abstract method.
     and name not in base_class.__abstractmethods__
     and not hasattr(live, name)
   }
 
 
 def _bound(default: Any, owner: Any) -> Any:
-  """Returns a default of the class as an attribute of an object."""
+  """Returns a class's default as an attribute of an object."""
   has_self = hasattr(default, '__get__')
   return default.__get__(owner) if has_self else default
 
@@ -83,9 +82,8 @@ def full_experiment(experiment: Any, **own: Any) -> Any:
   """Returns an experiment that has all attributes of `FullExperiment`.
 
   Args:
-    experiment: any object that a program saves; it is not changed. None stands
-      for no experiment.
-    **own: attributes of the result, instead of the defaults.
+    experiment: any object that a program saves, or None; it is not changed.
+    **own: attributes of the result that replace the defaults.
   """
   is_completed = type(experiment) is _Completed
   if is_completed or isinstance(experiment, experiment_lib.FullExperiment):
@@ -97,18 +95,18 @@ def full_experiment(experiment: Any, **own: Any) -> Any:
 
 
 def class_of(constructor: Any) -> type | None:
-  """Returns the class that a constructor is, or is a partial of, if any."""
+  """Returns the class that a constructor, or a partial, calls; else None."""
   while isinstance(constructor, functools.partial):
     constructor = constructor.func
   return constructor if isinstance(constructor, type) else None
 
 
 def declared(constructor: Any) -> type[experiment_lib.FullExperiment]:
-  """Returns the class whose attributes are known before it is constructed.
+  """Returns the class whose attributes are known before construction.
 
   Args:
-    constructor: as for `class_of`. For another one than of a `FullExperiment`,
-      the result has the defaults.
+    constructor: a class, a partial or a function. Unless it is known to make a
+      `FullExperiment`, the result is that base class, with the defaults.
   """
   found = class_of(constructor)
   base_class = experiment_lib.FullExperiment
@@ -116,7 +114,7 @@ def declared(constructor: Any) -> type[experiment_lib.FullExperiment]:
 
 
 def is_full(constructor: Any) -> bool:
-  """Returns whether it makes a `FullExperiment`, as far as is known."""
+  """Returns whether a constructor makes a `FullExperiment`, or may do so."""
   found = class_of(constructor)
   return found is None or issubclass(found, experiment_lib.FullExperiment)
 
@@ -132,14 +130,14 @@ def initialize_experiment(
   """Constructs an experiment.
 
   Args:
-    experiment_class: a class or a partial of one. Its constructor gets
-      `init_rng`, which JAXline's first experiments lack, and that of a
-      `FullExperiment` gets `run_config`, if it names them: a `**kwargs` may be
-      passed on to a constructor that does not.
+    experiment_class: a class or a partial of one. The constructor gets
+      `init_rng` if it has such a parameter, which early JAXline experiments
+      lack. A `FullExperiment` gets `run_config` under the same condition.
+      `**kwargs` does not count: it may be passed to a narrower constructor.
     mode: the experiment's mode.
-    rng: the key to initialise weights from.
+    rng: the random key for initializing the weights.
     experiment_kwargs: the other arguments.
-    run_config: the config of the run.
+    run_config: the run's config.
   """
   parameters = inspect.signature(experiment_class).parameters
   offered: dict[str, Any] = {'init_rng': rng}
@@ -152,9 +150,9 @@ def initialize_experiment(
   }
   if 'init_rng' not in given:
     logging.warning(
-      'Deprecated: %s takes no init_rng, so config.random_seed does not reach'
-      ' its initial weights. Add `init_rng` to its constructor and initialise'
-      ' from that.',
+      'Deprecated: %s does not take init_rng, so config.random_seed does not'
+      ' affect its initial weights. Add a parameter `init_rng` to its'
+      ' constructor, and initialize the weights from it.',
       getattr(experiment_class, '__name__', experiment_class),
     )
   return experiment_class(mode, **given, **experiment_kwargs)
@@ -172,14 +170,14 @@ def construct(
     The experiment, with all attributes of a `FullExperiment`.
 
   Raises:
-    errors.UsageError: the config sets a key that only a sharded step reads, and
-      the experiment does not read it.
+    errors.UsageError: the config sets a key for sharded steps that the
+      experiment does not read.
   """
   experiment = initialize_experiment(
     experiment_class, mode, rng, config.experiment_kwargs, run_config=config
   )
   if not isinstance(experiment, experiment_lib.AbstractExperiment):
-    # On the object itself, which the program's own checkpointer may save.
+    # Set them on the object itself: the program's checkpointer may save it.
     for name, default in _missing(experiment).items():
       setattr(experiment, name, _bound(default, experiment))
   experiment = full_experiment(experiment)
@@ -193,9 +191,9 @@ def construct(
   for key in base_config.KEYS:
     if key.sharded and (value := values[key.name]) != defaults[key.name]:
       raise errors.UsageError(
-        f'config.{key.name} is {value!r}, but {name} does'
-        ' not read it. A subclass of sharded.ShardedExperiment reads it if its'
-        ' constructor passes on `run_config`; other experiments have no sharded'
-        ' step. Leave the key as it is in jaxline/base_config.py.'
+        f'config.{key.name} is {value!r}, but {name} does not read it. Keep its'
+        ' default of jaxline/base_config.py. (Only a subclass of'
+        ' sharded.ShardedExperiment reads it, if its constructor passes'
+        ' `run_config` to the base class.)'
       )
   return experiment

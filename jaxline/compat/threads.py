@@ -1,4 +1,4 @@
-"""JAXline's mode `train_eval_multithreaded`: two threads share the devices."""
+"""Implements `train_eval_multithreaded`: two threads share the devices."""
 
 from collections.abc import Callable
 import threading
@@ -9,7 +9,7 @@ from absl import logging
 from jaxline import errors
 from jaxline.base import debug
 
-# How long a failed training waits for the evaluation, in seconds.
+# A failed training waits for the evaluation for this many seconds.
 _GRACE_SECS = 5.0
 
 
@@ -18,13 +18,12 @@ def run_both(
   evaluate: Callable[[], Any],
   trained: threading.Event,
 ) -> None:
-  """Evaluates in a second thread; an exception of either thread ends both.
+  """Trains, and evaluates in a second thread; an error in one ends both.
 
   Args:
-    train: trains, and calls a function after each step, which raises the error
-      of the evaluation.
+    train: trains; calls its argument, which may raise, after each step.
     evaluate: evaluates until `trained` is set.
-    trained: is set once the training has made its last checkpoint.
+    trained: set after training has saved its last checkpoint.
   """
   failed: list[BaseException] = []
 
@@ -38,13 +37,13 @@ def run_both(
     except BaseException as e:
       if not isinstance(e, errors.UsageError):
         e.add_note('[jaxline] raised in the eval thread.')
-      # A step may compile for minutes before the training raises the error.
+      # Log it now: a step may compile for minutes before training raises it.
       logging.error(
         'The evaluation failed; the run ends after this step: %.500r', e
       )
       failed.append(e)
 
-  # A daemon: deep in a compilation it must not outlive the training's error.
+  # Use a daemon, so that a long compilation cannot delay the end on an error.
   thread = threading.Thread(target=follow, name='eval', daemon=True)
   thread.start()
   try:

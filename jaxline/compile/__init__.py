@@ -1,6 +1,6 @@
-"""Compiles a run's programs ahead of time, and reports what they need.
+"""Compiles a run's programs ahead of time and reports their costs.
 
-`ahead` is the mode `compile`: it makes the report of `report` from the program
-that `hlo` parses, its memory (`memory`) and its work and communication
-(`measure`, `groups`). Read `ahead` first.
+`ahead` implements the mode `compile`. `hlo` parses the program, `memory` reads
+its buffers, `measure` and `groups` count its work and communication, and
+`report` prints the result. Read `ahead` first.
 """

@@ -1,6 +1,6 @@
-"""`--jaxline_mode=compile`: compiles a run's steps, without its chips.
+"""Compiles a run's steps without its chips (`--jaxline_mode=compile`).
 
-The experiment is built from shapes, over devices of a topology that hold no
+The experiment is built from shapes, over devices of a topology, which hold no
 arrays.
 """
 
@@ -37,9 +37,9 @@ from jaxline.supervision import compilation_cache
 def compile_experiment(
   experiment_class: Any, config: config_dict.ConfigDict
 ) -> bool:
-  """Prints the report of a run, and writes it below its `checkpoint_dir`.
+  """Prints the report of a run and writes it below its `checkpoint_dir`.
 
-  Returns whether the run fits, as far as is known.
+  Returns whether the run fits into memory, as far as is known.
   """
   directory = logs.local(config.checkpoint_dir, 'compile')
   directory.mkdir(parents=True, exist_ok=True)
@@ -61,10 +61,10 @@ def make_report(
 ) -> report_lib.ProgramReport:
   """Compiles a run's steps and returns the report.
 
-  They are for `config.topology`, or else for the devices of this process.
+  It compiles for `config.topology`, or, if None, for this process's devices.
 
   Raises:
-    errors.UsageError: the config's target cannot be compiled for.
+    errors.UsageError: It cannot compile for the target of the config.
   """
   notes: list[str] = []
   devices, chip = _target(config, notes)
@@ -74,7 +74,7 @@ def make_report(
     if not isinstance(experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
         f'{experiment.__class__.__name__} has no sharded step to compile;'
-        ' expected a sharded.ShardedExperiment.'
+        ' expected a subclass of sharded.ShardedExperiment.'
       )
     partitioner = experiment.partitioner
     target = report_lib.Target(
@@ -102,16 +102,16 @@ def make_report(
       traced = eval_step.trace(weights, eval_batch, key, place)
       steps.append(('eval step', traced, counting.flops(traced.jaxpr)))
     notes += [
-      f'The sharding uses nothing of the mesh along {axis!r}: the'
-      f' {partitioner.axis_sizes[axis]} devices there all do the same.'
+      f'The sharding does not use the mesh axis {axis!r}: the'
+      f' {partitioner.axis_sizes[axis]} devices along it do the same work.'
       for axis in partitioner.idle_axes()
     ]
     named = experiment.layout.named.params
     notes += [
-      f'Whole, or cut less than the sharding asks for: {line}'
+      f'Replicated, or split less than the sharding asks for: {line}'
       for line in partitioner.undersharded_weights(named)
     ]
-    # XLA writes its dump only if it compiles.
+    # Disable the cache, since XLA writes its dump only if it compiles.
     with compilation_cache.configured({'jax_enable_compilation_cache': False}):
       programs = [_compile(*step, partitioner, target, notes) for step in steps]
   presets = {rules: name for name, rules in partitioning.PRESETS.items()}
@@ -134,20 +134,20 @@ def make_report(
 def _target(
   config: config_dict.ConfigDict, notes: list[str]
 ) -> tuple[Sequence[Any], chips.Chip | None]:
-  """Returns the devices to compile for, and what one of them can do."""
+  """Returns the devices to compile for, and the chip's capabilities."""
   if config.topology:
     chip, _ = chips.parse_topology(config.topology)
     return chips.topology_devices(config.topology, config.num_slices), chip
   devices = jax.devices()
-  # JAX reserves a part of a GPU's memory and gives its size, unless it is
+  # JAX reserves a part of a GPU's memory and reports its size, unless it is
   # configured not to reserve any.
   stats = jax.local_devices()[0].memory_stats() or {}
   known = chips.chip_of(devices[0])
   if known is None:
     notes.append(
-      f'What a device of kind {devices[0].device_kind!r} can do is not known,'
-      ' so neither are times, utilization and whether it fits. For those,'
-      " compile for chips, such as config.topology = 'v4:2x2x1'."
+      f'The capabilities of a {devices[0].device_kind!r} device are unknown,'
+      ' so the report lacks times, utilization and whether the run fits. To get'
+      " them, compile for chips, such as config.topology = 'v4:2x2x1'."
     )
   elif limit := stats.get('bytes_limit'):
     known = dataclasses.replace(known, hbm_bytes=float(limit))
@@ -162,7 +162,7 @@ def _compile(
   target: report_lib.Target,
   notes: list[str],
 ) -> report_lib.Program:
-  """Compiles a step, and measures the program."""
+  """Compiles a step and measures the program."""
   if jax.process_index() == 0:
     print(f'Compiling the {name} for {target.name}: minutes.', flush=True)
   lowered = traced.lower()
@@ -179,9 +179,9 @@ def _compile(
       compiled = None
     secs = time.monotonic() - start
     text, assignment = memory.dumped(directory)
-  if not text:  # It ended before its dump, or XLA_FLAGS leave this one out.
+  if not text:  # It failed before the dump, or XLA_FLAGS exclude this dump.
     raise errors.UsageError(
-      f'XLA has written no program of the {name}, so nothing can be measured.'
+      f'XLA dumped no program of the {name}, so nothing can be measured.'
       f' {" ".join(notes)}'
     )
   module = hlo.parse(text)
@@ -193,7 +193,7 @@ def _compile(
   if compiled:
     stats = compiled.memory_analysis()
     temp = stats.temp_size_in_bytes
-    # Outputs of the size `alias` share the memory of arguments.
+    # Outputs of `alias_size_in_bytes` share memory with arguments.
     own = stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = stats.argument_size_in_bytes + own + temp
     fits = peak <= target.hbm_bytes if target.chip else None

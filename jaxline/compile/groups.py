@@ -1,4 +1,4 @@
-"""The groups of devices in which a program's collectives communicate."""
+"""Finds the groups of devices in which a program's collectives communicate."""
 
 from collections.abc import Mapping, Sequence
 import math
@@ -15,36 +15,36 @@ def reach(
   axis_sizes: Mapping[str, int],
   slices: Sequence[int],
 ) -> tuple[tuple[str, ...], int, int]:
-  """Returns how far a collective of a program of some devices reaches.
+  """Returns how far a collective reaches in a program of `num_devices`.
 
   See `measure.measure` for the mesh and the slices.
 
   Returns:
-    The mesh axes along which its groups reach, the devices of a group, and the
-    number of slices over which a group is spread, both at most.
+    The mesh axes along which its groups extend, and the largest number of
+    devices and of slices in a group.
   """
   slice_of = np.asarray(slices)
-  # The devices of the program.
+  # These are the devices of the program.
   members = np.arange(len(slices))
   if num_devices != len(slices):
     members = np.flatnonzero(slice_of == slice_of[0])
   if pairs := i.search(r'source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}'):
     numbers = _braces(pairs)
   elif i.opcode == 'send':
-    # Devices are physical here, and their order in a slice is not told. All
-    # slices are laid out alike, so the axes that differ are those between the
-    # first devices of the slices. Slices are numbered from 1.
+    # Devices are physical here, and their order in a slice is unknown. Since
+    # all slices have the same layout, the first devices of the slices show the
+    # axes that differ. Slices are numbered from 1.
     _, first = np.unique(slice_of, return_index=True)
     members = np.array([-1, *first])
     target = i.search(r'_xla_megascale_target="?(\{\{.*?\}\}|\{[^}]*\})')
     numbers = _braces(target)
-    # {1,2}x{0:3}: slices 1 and 2; devices of the same number form a group.
+    # {1,2}x{0:3} means slices 1 and 2; devices of equal number form a group.
     if target.startswith('{{'):
-      # {{100000->200000},...}: the number of a slice, and of a physical device.
+      # {{100000->200000},...} joins numbers of a slice and a physical device.
       numbers = [[n // 100_000 for n in group] for group in numbers]
   else:
     numbers = _replica_groups(i, len(members))
-  # A device that sends to itself sends nothing.
+  # A device does not send to itself.
   groups = [members[sorted(set(group))] for group in numbers]
   sizes = tuple(axis_sizes.values())
   varies = np.zeros(len(sizes), bool)
@@ -58,26 +58,26 @@ def reach(
 
 
 def _braces(text: str) -> list[list[int]]:
-  """Parses '{0,1},{2,3}'."""
+  """Parses a list such as '{0,1},{2,3}'."""
   return [hlo.numbers(group) for group in re.findall(r'\{([^{}]*)\}', text)]
 
 
 def _iota(text: str) -> np.ndarray:
-  """Parses '[4,2]' or '[2,4]T(1,0)': numbers from 0, transposed, in a row."""
+  """Parses '[4,2]' or '[2,4]T(1,0)', a reshaped and transposed range."""
   dims, _, order = text.partition('T')
   values = np.arange(math.prod(hlo.numbers(dims))).reshape(hlo.numbers(dims))
   return (values.transpose(hlo.numbers(order)) if order else values).ravel()
 
 
 def _replica_groups(i: hlo.Instruction, num_devices: int) -> list[list[int]]:
-  """Parses `replica_groups`, which is written in three ways."""
+  """Parses `replica_groups`, which has three formats."""
   text = i.search(r'replica_groups=(.*)') or '{}'
   if listed := re.match(r'\{((?:\{[\d,]*\},?)*)\}', text):
     return _braces(listed[1]) or [list(range(num_devices))]
   if iota := re.match(r'\[(\d+),\d+\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
     return _iota(iota[2]).reshape(int(iota[1]), -1).tolist()
-  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: of the axis b,
-  # the part of size 4 that has 2 positions outside of it.
+  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4} means, of axis b,
+  # the part of size 4 with 2 positions outside it.
   mesh = re.match(
     r'mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}', text
   )
@@ -89,7 +89,7 @@ def _replica_groups(i: hlo.Instruction, num_devices: int) -> list[list[int]]:
   order = mesh[2] or f'[{math.prod(sizes.values())}]'
   ids = np.array(_iota(order) if order.startswith('[') else hlo.numbers(order))
   at = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-  # Devices are in one group if they differ only in the named parts of axes.
+  # Devices form a group if they differ only in the named parts of axes.
   rest = dict(at)
   for name, outside, size in re.findall(
     r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh[3]

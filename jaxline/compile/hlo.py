@@ -1,4 +1,4 @@
-"""Parses a compiled program's text.
+"""Parses the text of a compiled program.
 
 The text is an optimized, scheduled, SPMD-partitioned HLO module of CPU, GPU or
 TPU, as `compiled.as_text()` returns it and `--xla_dump_to` writes it.
@@ -12,20 +12,20 @@ import operator
 import re
 from typing import Any
 
-# Type, dimensions, and the number of the memory in the layout.
+# The groups are the type, the dimensions, and the layout's memory space.
 _SHAPE = re.compile(
   r'([a-z]\w*)\[([^\]]*)\](?:\{(?:[^{}S]*S\((\d+)\))?[^{}]*\})?'
 )
-# The label of a Pallas kernel, the only attribute of several lines.
+# The label of a Pallas kernel is the only attribute with several lines.
 _KERNEL_METADATA = re.compile(r'=\{\n(?:".*\n)+\}')
 _HEADER = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{\s*$')
 _INSTRUCTION = re.compile(
   r'\s+(ROOT )?%?(?P<name>[\w.\-]+) = (.*?)'
   r' (?P<opcode>[a-z][\w\-]*)\((?P<arguments>[^)]*)\)(?P<attributes>.*)'
 )
-# Other types, such as s4, bf16 and f8e4m3fn, begin with their bits.
+# The names of the rest, such as s4, bf16 and f8e4m3fn, contain their bits.
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
-_HOST_MEMORY = 5  # S(5) of a layout, on every platform.
+_HOST_MEMORY = 5  # This is S(5) in a layout, on every platform.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Shape:
   dtype: str
   dims: tuple[int, ...]
   bytes: int
-  hbm_bytes: int  # How many of them are in HBM.
+  hbm_bytes: int  # The bytes that are in HBM.
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,12 +43,12 @@ class Instruction:
   name: str  # Unique in its computation.
   opcode: str
   arguments: str  # The text in parentheses.
-  attributes: str  # The text after it.
-  shapes: tuple[_Shape, ...]  # The result; a tuple is flattened.
-  operands: tuple['Instruction', ...]  # What `arguments` names.
+  attributes: str  # The text after the arguments.
+  shapes: tuple[_Shape, ...]  # The shapes of the result; a tuple is flattened.
+  operands: tuple['Instruction', ...]  # The instructions in `arguments`.
   computation: 'Computation'
   users: list['Instruction'] = dataclasses.field(default_factory=list)
-  fused: 'Computation | None' = None  # What is inside of a fusion.
+  fused: 'Computation | None' = None  # The computation of a fusion.
 
   @property
   def bytes(self) -> int:
@@ -60,7 +60,7 @@ class Instruction:
 
   @property
   def kind(self) -> str:
-    """The opcode, the same for an asynchronous instruction."""
+    """The opcode, without the suffix of an asynchronous instruction."""
     return self.opcode.removesuffix('-start')
 
   @property
@@ -69,7 +69,7 @@ class Instruction:
 
   @property
   def op_name(self) -> str:
-    """The JAX operation that made it; '' if XLA lost the name."""
+    """The name of its JAX operation; '' if XLA lost the name."""
     name = self.search(r'op_name="((?:[^"\\]|\\.)*)"')
     return re.sub(r'\\(.)', r'\1', name)
 
@@ -79,7 +79,7 @@ class Instruction:
 
   @property
   def results(self) -> tuple[_Shape, ...]:
-    """The shapes of the result; of a `-start`, the result of its `-done`."""
+    """The shapes of the result; for a `-start`, the result of its `-done`."""
     if not self.opcode.endswith(('-start', 'send', 'recv')):
       return self.shapes
     done = (user for user in self.users if user.opcode.endswith('-done'))
@@ -91,10 +91,10 @@ class Instruction:
 
   @functools.cached_property
   def rounds(self) -> int | None:
-    """How often the body of a `while` runs; None if that is unknown."""
+    """How often the body of a `while` runs; None if unknown."""
     if known := self.search(r'"known_trip_count":\{"n":"(\d+)"\}'):
       return int(known)
-    # TPU compilers do not note it: run the loop's counters.
+    # TPU compilers do not record it, so evaluate the loop's counters.
     (body,), (condition,) = self.called('body'), self.called('condition')
     state = _value(self.operands[0], {})
     for rounds in range(_MAX_ROUNDS):
@@ -105,12 +105,12 @@ class Instruction:
     return None
 
   def search(self, pattern: str) -> str:
-    """Returns the group of a pattern in the attributes; '' without a match."""
+    """Returns a pattern's group in the attributes; '' if it does not match."""
     found = re.search(pattern, self.attributes)
     return found[1] if found else ''
 
   def attribute(self, name: str) -> str:
-    """Returns the word or {...} of an attribute; '' if there is none."""
+    """Returns an attribute, a word or {...}; '' if there is none."""
     return self.search(rf', {name}=(\{{[^{{}}]*\}}|[^\s,{{}}]+)')
 
   def numbers(self, name: str) -> list[int]:
@@ -127,24 +127,24 @@ class Instruction:
 class Computation:
   """A function of the module."""
 
-  others: dict[str, 'Computation']  # All of the module.
+  others: dict[str, 'Computation']  # All computations of the module.
   instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
   parameters: dict[int, Instruction] = dataclasses.field(default_factory=dict)
-  root: Any = None  # The instruction that is the result.
-  # What it is inside of, which alone calls it; None outside of fusions.
+  root: Any = None  # The instruction whose value is the result.
+  # The fusion that contains it and is its only caller, or None.
   fusion: Instruction | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Module:
-  """A program; on TPUs `num_devices` are those of one slice."""
+  """A program. On TPUs, `num_devices` counts the devices of one slice."""
 
   entry: Computation
   num_devices: int
 
 
 def parse(text: str) -> Module:
-  """Reads a module."""
+  """Parses a module."""
   is_tpu = re.search(r'[\[{][\d,]*:T\(', text) is not None
   computations: dict[str, Computation] = {}
   entry: Any = None
@@ -164,7 +164,7 @@ def parse(text: str) -> Module:
           _shape(is_tpu, *shape.groups('0'))
           for shape in _SHAPE.finditer(match[3])
         ),
-        # Operands are in lines above.
+        # Operands are defined in lines above.
         operands=tuple(
           current.instructions[name]
           for name in re.findall(r'%([\w.\-]+)', match['arguments'])
@@ -173,7 +173,7 @@ def parse(text: str) -> Module:
       )
       for operand in dict.fromkeys(new.operands):
         operand.users.append(new)
-      # Computations are above those that call them.
+      # Computations are defined above their callers.
       if new.kind == 'fusion' and (called := new.called('calls')):
         (new.fused,) = called
         new.fused.fusion = new
@@ -201,7 +201,7 @@ def numbers(text: str) -> list[int]:
   return [int(n) for n in re.findall(r'\d+', text)]
 
 
-# The counters of loops.
+# These evaluate the counters of loops.
 
 _COPIES = {'bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape'}
 _OPERATORS = {'add': 'add', 'multiply': 'mul', 'subtract': 'sub'}
@@ -209,7 +209,7 @@ _MAX_ROUNDS = 1 << 16
 
 
 def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
-  """Returns an integer or bool; of a tuple, a list of them; None if unknown."""
+  """Evaluates an integer or bool, or a list for a tuple; None if unknown."""
   if len(i.shapes) == 1 and i.shapes[0].dims:
     return None
   if i.opcode == 'constant':
@@ -228,6 +228,6 @@ def _value(i: Instruction, parameters: Mapping[int, Any]) -> Any:
     return values[0]
   if i.opcode == 'get-tuple-element':
     return values[0][int(i.attribute('index'))]
-  # A `compare` has one, such as LT.
+  # A `compare` has a direction, such as LT.
   name = i.attribute('direction').lower() or _OPERATORS.get(i.opcode)
   return getattr(operator, name)(*values) if name else None

@@ -1,18 +1,18 @@
-"""Measures a compiled program.
+"""Measures the work and communication of a compiled program.
 
-All numbers are for one device and one execution. Loops are multiplied out;
-a loop of unknown length counts once, and is listed. Of the branches of a
-conditional, the most expensive one counts.
+All numbers are for one device and one execution. The body of a loop counts once
+per iteration; a loop of unknown length counts once and is listed. Of the
+branches of a conditional, only the most expensive one counts.
 
 TPU compilers change the plain operations:
 
-- Matrix products become convolutions; a batch dimension becomes a spatial one
-  of a window that is dilated so that only its diagonal meets the input.
-- A collective that overlaps with computation is cut into a chain of fusions
-  that all contain it (`chain_id`); the one with `AsyncCollectiveStart` counts.
+- Matrix products become convolutions. A batch dimension becomes a spatial
+  dimension with a dilated window, of which only the diagonal meets the input.
+- A collective that overlaps with computation is split into a chain of fusions
+  that all contain it (`chain_id`). The one with `AsyncCollectiveStart` counts.
 - A reduce-scatter may be a fusion of an all-reduce and a dynamic-slice.
-- Slices (in the sense of several pods) run one program each, whose devices are
-  numbered within the slice. They communicate through `send` and `recv` of the
+- Each slice (in the sense of several pods) runs a program whose devices are
+  numbered within the slice. Slices communicate through `send` and `recv` of the
   MegaScale runtime, which name slices and physical devices.
 """
 
@@ -33,18 +33,18 @@ _COLLECTIVES = {
   'all-gather', 'all-reduce', 'all-to-all', 'collective-broadcast',
   'collective-permute', 'ragged-all-to-all', 'reduce-scatter',
 }  # fmt: skip
-# Instructions that move nothing: some pass values on, others contain programs
-# that are measured themselves.
+# These instructions move no data: some pass values on, and the rest contain
+# programs that are measured separately.
 _FREE = {
   'add-dependency', 'after-all', 'async-start', 'bitcast', 'call', 'call-start',
   'conditional', 'constant', 'domain', 'get-tuple-element', 'opt-barrier',
   'parameter', 'partition-id', 'replica-id', 'tuple', 'while',
 }  # fmt: skip
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
-# In-place updates -> the operand that is written. `scatter` reads it as well.
+# Maps in-place updates to the operand that is written. `scatter` reads it too.
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
-# Custom calls of kernels by Pallas and similar tools.
+# Pallas and similar tools make kernels with these custom calls.
 _KERNELS = (
   '__gpu$xla.gpu.triton', 'mosaic_gpu', 'tpu_custom_call', 'triton_kernel_call',
 )  # fmt: skip
@@ -55,31 +55,31 @@ class Traffic:
   """All collectives of one kind over the same mesh axes, in one execution."""
 
   kind: str  # The HLO name, such as 'all-gather'.
-  axes: tuple[str, ...]  # The mesh axes along which the groups reach.
+  axes: tuple[str, ...]  # The mesh axes along which the groups extend.
   count: int
-  # The larger of operand and result, per device, of all together.
+  # The sum of the larger of operand and result, per device.
   bytes: float
   wire_bytes: float  # The bytes that the best algorithm sends.
-  dcn_bytes: float  # The part of them that must leave the device's slice.
+  dcn_bytes: float  # The part of `wire_bytes` that leaves the device's slice.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measures:
-  """What one device does in one execution of a program."""
+  """The work of one device in one execution of a program."""
 
-  # Matrix products and convolutions count, without products with padding.
-  # Kernels of cuBLAS, cuDNN and splash attention count by their shapes, other
-  # Pallas kernels by their author's estimate.
+  # Counts matrix products and convolutions, without products with padding.
+  # Kernels of cuBLAS, cuDNN and splash attention are counted by their shapes,
+  # and other Pallas kernels by their author's estimate.
   flops: float
-  # Each instruction reads and writes memory, and each fusion as a whole does.
-  # A sliced operand counts as the slice, an in-place update as the update, a
-  # value that is passed on not at all. Tile padding, repeated reads by one
-  # kernel and the steps of a collective are left out; reads from a cache are
+  # Counts the operands and results of each instruction and of each fusion. A
+  # sliced operand counts as the slice, an in-place update as the update, and a
+  # value that is passed on counts as 0. Tile padding, repeated reads by one
+  # kernel and the steps of a collective are excluded. Reads from a cache are
   # included.
   hbm_bytes: float
-  traffic: tuple[Traffic, ...]  # The largest first.
-  unknown_loops: tuple[str, ...]  # Titles of those that count once.
-  unknown_kernels: tuple[str, ...]  # Titles of those of unknown FLOPs.
+  traffic: tuple[Traffic, ...]  # The largest comes first.
+  unknown_loops: tuple[str, ...]  # Titles of loops that count once.
+  unknown_kernels: tuple[str, ...]  # Titles of kernels of unknown FLOPs.
 
 
 def measure(
@@ -88,12 +88,12 @@ def measure(
   """Measures a program.
 
   Args:
-    module: the program.
-    axis_sizes: size of each mesh axis, in the order of the mesh. Device i of
-      the program is the i-th of the flattened mesh; if the program is that of
-      one slice, the i-th of the devices of its slice.
-    slices: the slice of each device of the flattened mesh. Within a slice is
-      ICI or NVLink, between slices is DCN.
+    module: The program.
+    axis_sizes: Size of each mesh axis, in the order of the mesh. Device i of
+      the program is device i of the flattened mesh, or, if the program runs on
+      one slice, device i of its slice.
+    slices: Slice of each device of the flattened mesh. Devices of a slice are
+      connected by ICI or NVLink, and slices by DCN.
   """
   places = module.num_devices, axis_sizes, slices
   flops = hbm_bytes = 0.0
@@ -128,7 +128,7 @@ def measure(
 def _executed(
   computation: hlo.Computation, times: int
 ) -> Iterator[tuple[hlo.Instruction, int]]:
-  """Yields the instructions that run, and how often."""
+  """Yields each instruction that runs, with its number of executions."""
   for i in computation.instructions.values():
     yield i, times
     called: list[hlo.Computation] = []
@@ -151,13 +151,13 @@ def _executed(
 
 
 def _work(computation: hlo.Computation) -> tuple[float, float]:
-  """Returns the FLOPs and the bytes of memory of one execution."""
+  """Returns the FLOPs and the bytes of memory traffic of one execution."""
   steps = list(_executed(computation, 1))
   flops = sum(times * (_flops(i) or 0.0) for i, times in steps)
   return flops, sum(times * _hbm_bytes(i) for i, times in steps)
 
 
-# FLOPs.
+# These functions count FLOPs.
 
 
 def _flops(i: hlo.Instruction) -> float | None:
@@ -183,8 +183,8 @@ def _flops(i: hlo.Instruction) -> float | None:
     scores = i.search(
       r'intermediate_tensor_shape\\?":.*?dimensions\\?": *\[([^\]]*)\]'
     )
-    # Forward QK and PV; backward QK again, and a product for each of dV, dP,
-    # dQ and dK (Dao et al. 2022).
+    # The forward pass computes QK and PV. The backward pass computes QK again
+    # and a product for each of dV, dP, dQ and dK (Dao et al. 2022).
     products = 5 if 'Backward' in target else 2
     flops = 2.0 * products * math.prod(hlo.numbers(scores))
     return flops * i.operands[0].shapes[0].dims[-1] if scores else None
@@ -194,14 +194,14 @@ def _flops(i: hlo.Instruction) -> float | None:
   return 0.0
 
 
-# Products of a block of queries with a block of keys, in the kernels of
-# `jax.experimental.pallas.ops.tpu.splash_attention`. Both of the backward pass
-# compute the scores and the gradient of the weights.
+# The number of products of a block of queries with a block of keys, in the
+# kernels of `jax.experimental.pallas.ops.tpu.splash_attention`. Both kernels of
+# the backward pass compute the scores and the gradient of the weights.
 _SPLASH_PRODUCTS = {'fwd': 2, 'dq': 3, 'dkv': 4}
 
 
 def _splash_flops(i: hlo.Instruction) -> float | None:
-  """Returns the FLOPs of splash attention; None for another kernel."""
+  """Returns the FLOPs of splash attention, and None for all other kernels."""
   phase = re.search(r'splash_m[hq]a_(fwd|dq|dkv)', i.title)
   if not phase:
     return None
@@ -218,20 +218,20 @@ def _product_flops(i: hlo.Instruction, contracted: Sequence[int]) -> float:
   result = i.shapes[0].dims
   ragged = i.numbers('lhs_ragged_dims')
   if ragged and set(ragged) <= set(contracted):
-    # The result has one matrix per group, and the rows are divided among them.
+    # The result has one matrix per group, and groups share the rows.
     result = result[1:]
   return 2.0 * math.prod((*result, *sizes))
 
 
 def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
-  """`arrays` are the image, the kernel and the result."""
+  """Counts a convolution; `arrays` are the image, the kernel and the result."""
   labels = re.split('_|->', i.attribute('dim_labels'))
   image, kernel, result = (
     dict(zip(label, array.shapes[0].dims, strict=True))
     for label, array in zip(labels, arrays, strict=True)
   )
   items = (item.split('=') for item in i.attribute('window')[1:-1].split())
-  # Each number is for a dimension; a padding is the one below the image.
+  # There is one number per dimension. Of a padding, take the lower one.
   window = {
     key: [int(n.split('_')[0]) for n in numbers.split('x')]
     for key, numbers in items
@@ -252,11 +252,11 @@ def _convolution_flops(i: hlo.Instruction, *arrays: hlo.Instruction) -> float:
   return 2.0 * met * kernel['i'] * kernel['o'] * image['b'] / batch_groups
 
 
-# Bytes.
+# These functions count bytes.
 
 
 def _hbm_bytes(i: hlo.Instruction) -> int:
-  """Returns the bytes of device memory one execution reads and writes."""
+  """Returns the bytes of device memory that one execution reads and writes."""
   if (
     i.computation.fusion
     or i.opcode in _FREE
@@ -273,17 +273,17 @@ def _hbm_bytes(i: hlo.Instruction) -> int:
     root = i.fused.root
     roots = root.operands if root.opcode == 'tuple' else (root,)
     if any(v.target == 'AsyncCollectiveDone' for v in roots):
-      return 0  # Counted where it starts.
+      return 0  # It is counted where it starts.
   each = iter(i.results)
   for value in roots:
-    # A fusion may place its results in other memories than its inside says.
+    # A fusion's outputs may be in a memory space that its root does not name.
     own = each if len(roots) == 1 else [next(each) for _ in value.shapes]
     read += min(_written(value), sum(shape.hbm_bytes for shape in own))
   return read
 
 
 def _read_by(user: hlo.Instruction, value: hlo.Instruction) -> int:
-  """Returns how many bytes of one of its operands an instruction reads."""
+  """Returns how many bytes of an operand an instruction reads."""
   if user.opcode == 'fusion' and user.fused:
     return sum(
       _read(user.fused.parameters[number])
@@ -303,11 +303,11 @@ def _read_by(user: hlo.Instruction, value: hlo.Instruction) -> int:
 
 
 def _read(value: hlo.Instruction) -> int:
-  """Returns how many bytes of a value inside of a fusion are read."""
+  """Returns how many bytes of a value inside a fusion are read."""
   read = sum(_read_by(user, value) for user in value.users)
   fusion = value.computation.fusion
   if fusion and fusion.computation.fusion and value is value.computation.root:
-    # What a nested fusion passes on is read by the users of that fusion.
+    # The users of a nested fusion read the value that it passes on.
     read += _read(fusion)
   return min(read, value.bytes)
 
@@ -319,18 +319,18 @@ def _written(value: hlo.Instruction) -> int:
   if value.opcode == 'parameter' or _continues_chain(value):
     return 0
   if value.target == 'AsyncCollectiveStart':
-    # Its operand and semaphores are passed on; the collective's result is new.
+    # It passes on its operand and semaphores. The collective's result is new.
     return value.operands[0].bytes
   if value.opcode in _UPDATES:
     return value.operands[_UPDATES[value.opcode]].bytes
   return value.result_bytes
 
 
-# Collectives.
+# These functions count collectives.
 
 
 def _continues_chain(i: hlo.Instruction) -> bool:
-  """Whether this is a later piece of a collective that started elsewhere."""
+  """Returns whether this is a later piece of a collective."""
   return (
     i.kind in _COLLECTIVES
     and 'chain_id=' in i.attributes
@@ -339,7 +339,7 @@ def _continues_chain(i: hlo.Instruction) -> bool:
 
 
 def _collective(i: hlo.Instruction) -> tuple[str, int]:
-  """Returns kind and bytes of a collective; 0 bytes for all else."""
+  """Returns kind and bytes of a collective; 0 bytes for other instructions."""
   beside = i.computation.instructions.values()
   if i.kind in _COLLECTIVES and not _continues_chain(i):
     size = max(sum(operand.bytes for operand in i.operands), i.result_bytes)
@@ -352,8 +352,8 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
   if i.opcode == 'send':
     size = i.operands[0].bytes
     if '_xla_send_recv_source_target_pairs=' in i.attributes:
-      return 'collective-permute', size  # GPUs: a permute, taken apart.
-    # A `send` without a type goes to the host, for a callback.
+      return 'collective-permute', size  # GPUs split a permute in this way.
+    # A `send` without a type goes to the host for a callback.
     if kind := i.search(r'_xla_megascale_transfer_type="(\w+)"'):
       meeting = i.search(r'(_xla_host_transfer_rendezvous="[^"]*")')
       for other in beside:
@@ -365,9 +365,9 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
-  """Returns the part of the bytes to send, and of that between slices."""
-  # XLA is taken to use the algorithm that sends the fewest (Patarasuk and Yuan
-  # 2009), which works within slices first, then between them.
+  """Returns the fraction of bytes to send, and its fraction between slices."""
+  # Assume that XLA uses the algorithm that sends the fewest bytes (Patarasuk
+  # and Yuan 2009), which works first within slices and then between them.
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):
     copies = 2 if kind == 'all-reduce' else 1
     return copies * (n - 1) / n, (slices - 1) / (n - 1)

@@ -1,6 +1,6 @@
-"""Reads the largest buffers of a program from what XLA dumps of its memory.
+"""Reads the largest buffers of a program from XLA's dump of its memory.
 
-It dumps a program that does not fit too, for which there is no compiled object.
+XLA dumps a program even if it does not fit and so is not compiled.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-  """A piece of a chip's memory."""
+  """A part of a chip's memory."""
 
-  bytes: int  # Padded as the chip needs it.
+  bytes: int  # The size with the chip's padding.
   shape: str  # A chip's part of the array, such as 'f32[2,128]'.
   kind: str  # 'argument', 'output', 'constant' or 'temporary'.
-  # An argument's path, such as "state.params['w']"; else JAX's name of the
-  # operation that makes it, or ''.
+  # The path of an argument, such as "state.params['w']"; for other buffers,
+  # JAX's name of the operation that makes it, or ''.
   name: str
 
 
 def dumped(directory: str) -> tuple[str, str]:
-  """Returns the scheduled program and its buffers, or '' without a dump."""
+  """Returns the scheduled program and its buffers; '' if there is no dump."""
 
   def read(pattern: str) -> str:
-    # XLA compiles small programs besides, such as of constants.
+    # XLA compiles small programs too, such as programs of constants.
     found = pathlib.Path(directory).glob(pattern)
     largest = max(found, key=lambda path: path.stat().st_size, default=None)
     return largest.read_text(encoding='utf-8') if largest else ''
@@ -48,16 +48,16 @@ def dumped(directory: str) -> tuple[str, str]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-  """Says whether a compiler's error is that a program does not fit."""
+  """Returns whether a compiler's error means that a program does not fit."""
   return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
-  """Returns the size of the main memory in use, and its largest buffers first.
+  """Returns the main memory in use, and its buffers, the largest first.
 
-  Temporaries share memory at different times: the largest that do not overlap
-  are listed, which is mostly what fills the memory at the worst moment. The
-  program `module` has their names.
+  Temporaries share memory at different times. The list has the largest ones
+  that do not overlap, which mostly fill the memory at its peak. `module` is the
+  program, which has their names.
   """
   instructions = {
     name: instruction
@@ -81,7 +81,7 @@ def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
       values.append((number, int(match['offset']), buffer))
   found: list[Buffer] = []
   taken: dict[int, list[tuple[int, int]]] = {}
-  # The value of a donated argument comes before the one that replaces it.
+  # A donated argument comes before the value that replaces it.
   for number, offset, buffer in sorted(values, key=lambda v: -v[2].bytes):
     end, ranges = offset + buffer.bytes, taken.setdefault(number, [])
     if all(end <= a or b <= offset for a, b in ranges):
@@ -91,7 +91,7 @@ def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
 
 
 def _kind(allocation: re.Match[str]) -> str:
-  """Returns what an allocation is for; '' if it is not in main memory."""
+  """Returns the kind of an allocation; '' if it is not in main memory."""
   rest = allocation['rest']
   if int(allocation['color'] or 0) or 'thread-local' in rest:
     return ''

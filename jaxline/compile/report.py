@@ -1,6 +1,6 @@
-"""The report of a compiled run, as data, as JSON and as text.
+"""Reports a compiled run as data, as JSON and as text.
 
-docs/reference/compile.md explains each line, and what the times leave out.
+docs/reference/compile.md explains each line and the limits of the times.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,38 +16,38 @@ from jaxline.metrics import lines as lines_lib
 
 _WIDTH = 80
 _MAX_NAMES = 8
-# For a run that does not fit; the report's sizes say which one helps most.
+# Hints for a run that does not fit. The report's sizes show which helps most.
 _HINTS = (
-  'A smaller batch, or config.gradient_accumulation_steps: less of the forward'
-  ' pass is kept at once.',
-  'More rematerialisation (`remat` of the model): less of it is kept at all.',
-  "Weights and optimizer split over more chips: config.sharding = 'fsdp' or"
-  " 'fsdp_tp', and more of config.mesh.",
+  'Use a smaller batch or config.gradient_accumulation_steps, so that less of'
+  ' the forward pass is kept at once.',
+  'Rematerialize more (`remat` of the model), so that less of it is kept.',
+  "Shard weights and optimizer over more chips: config.sharding = 'fsdp' or"
+  " 'fsdp_tp', and a larger config.mesh.",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-  """What a program is compiled for."""
+  """The devices for which a program is compiled."""
 
-  name: str  # A topology, such as 'v4:4x4x4'; 'local': the devices here.
+  name: str  # A topology such as 'v4:4x4x4'; 'local' means jax.devices().
   device_kind: str
-  num_slices: int  # Such topologies, which a slower network joins.
-  num_devices: int  # Chips, in all.
-  # One of them, with the links that it has in this topology.
+  num_slices: int  # The number of topologies, which a slower network joins.
+  num_devices: int  # The number of chips in all slices.
+  # One of the chips, with its links in this topology.
   chip: chips.Chip | None
 
   @property
   def hbm_bytes(self) -> float:
-    """Memory of a chip; infinite if it is not known."""
+    """The memory of a chip; infinite if unknown."""
     return self.chip.hbm_bytes if self.chip else math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-  """How long a step takes at least."""
+  """A lower bound on the time of a step."""
 
-  # The times of 'compute', 'memory', 'ICI' and 'DCN', each alone at its peak.
+  # The times of 'compute', 'memory', 'ICI' and 'DCN', each at its peak rate.
   seconds: Mapping[str, float]
   # Model FLOPs utilization if all four overlap completely, and if none does.
   mfu_bound: float
@@ -57,7 +57,7 @@ class Roofline:
 def roofline(
   target: Target, measures: measure.Measures, model_flops: float
 ) -> Roofline | None:
-  """Returns how long a step takes at least; None if the chip is not known.
+  """Returns a lower bound on the time of a step; None if the chip is unknown.
 
   `model_flops` counts all chips together.
   """
@@ -86,12 +86,12 @@ class Program:
   """A step. Sizes are per chip."""
 
   name: str
-  model_flops: float  # In all chips together, without recomputation.
-  # The largest sum of temporaries; not known of a program that does not fit.
+  model_flops: float  # The sum over all chips, without recomputation.
+  # The largest sum of temporaries; unknown for a program that does not fit.
   temp_bytes: int | None
   # Arguments, outputs and temporaries; shared memory counts once.
   peak_bytes: int
-  # None: not known. TPUs' compiler itself refuses a program that does not fit.
+  # None means unknown. TPUs' compiler rejects a program that does not fit.
   fits: bool | None
   measures: measure.Measures
   roofline: Roofline | None
@@ -101,7 +101,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-  """What is known of a run before it runs. Sizes are per chip."""
+  """The costs of a run, computed before it runs. Sizes are per chip."""
 
   experiment: str
   target: Target
@@ -112,19 +112,19 @@ class ProgramReport:
   state_bytes: int
   batch_bytes: int
   programs: Sequence[Program]
-  notes: Sequence[str]  # What is missing in this report, and why.
+  notes: Sequence[str]  # Warnings, and reasons for missing values.
   versions: Mapping[str, str]
 
   @property
   def fits(self) -> bool:
-    """Whether nothing is known not to fit."""
+    """Whether all programs fit, as far as known."""
     return all(program.fits is not False for program in self.programs)
 
   def __str__(self) -> str:
     return '\n'.join(_lines(self))
 
 
-# Text.
+# These functions make the text.
 
 
 _size = functools.partial(lines_lib.size, digits='.2f')
@@ -133,7 +133,7 @@ _size = functools.partial(lines_lib.size, digits='.2f')
 def _scaled(
   value: float, units: Sequence[str] = ('', 'k', 'M', 'G', 'T', 'P', 'E')
 ) -> str:
-  """Returns a number with a unit, such as '1.10 T'."""
+  """Formats a number with a unit, such as '1.10 T'."""
   power = 0
   while abs(value) >= 1000 and power < len(units) - 1:
     value, power = value / 1000, power + 1
@@ -145,7 +145,7 @@ def _time(seconds: float) -> str:
 
 
 def _wrap(first: str, text: str) -> list[str]:
-  """Returns lines, indented as far as the text of the first; no text, none."""
+  """Wraps a text after `first`, with a hanging indent; [] for no text."""
   return textwrap.wrap(
     text,
     _WIDTH,
@@ -199,7 +199,7 @@ def _program_lines(program: Program, target: Target) -> Iterator[str]:
     text += f': fits, {_size(rest)} to spare'
   elif program.fits is False:
     text += ': DOES NOT FIT'
-    # The compiler may have less memory to give than what is published.
+    # The compiler may have less memory available than is published.
     text += f', {_size(-rest)} too much' if rest < 0 else ''
   yield from _row('peak per chip', text)
   if program.temp_bytes is not None:
@@ -207,7 +207,7 @@ def _program_lines(program: Program, target: Target) -> Iterator[str]:
   for buffer in program.buffers:
     line = f'    {_size(buffer.bytes):>10}  {buffer.shape}  '
     name, room = buffer.name or buffer.kind, _WIDTH - len(line)
-    # The end of a long path says more than its beginning.
+    # Cut the beginning of a long path, since its end is more informative.
     yield line + (name if len(name) <= room else f'..{name[2 - room :]}')
   text = _scaled(program.model_flops)
   if target.chip:

@@ -1,7 +1,8 @@
-"""`python -m jaxline.inputs show`: see show.py; `prepare` makes tokens only.
+"""Command line that shows and checks inputs: `python -m jaxline.inputs show`.
 
-The exit status is 0; 1 if a check found something wrong; 2 if the command line,
-the config or the input itself is refused, in one line on stderr.
+show.py describes the checks. `prepare` only tokenizes the text. The exit status
+is 1 if a check fails, and 2 with one line on stderr if the command line, the
+config or the input is invalid. Otherwise it is 0.
 """
 
 import argparse
@@ -29,15 +30,15 @@ from jaxline.parallel import mesh
 def input_maker(
   config: Any, split: str, eval_set: str | None = None
 ) -> Callable[..., Any]:
-  """Returns a function that makes an experiment's input, without weights.
+  """Returns a function that makes an experiment's input without its weights.
 
-  It takes a shard if the experiment's method does.
+  The function takes a shard if the experiment's method does.
   """
   experiment_class = platform.resolve_experiment_class(config)
   method = f'{split}_input'
   if not hasattr(experiment_class, method):
     raise errors.UsageError(
-      f'{config.experiment_class} has no {method}(); expected a'
+      f'{config.experiment_class} has no {method}(). Expected a'
       ' ShardedExperiment: others read their data in step() and evaluate().'
     )
 
@@ -47,13 +48,13 @@ def input_maker(
     return experiments.construct(experiment_class, split, rng, config)
 
   def make(shard: base.Shard) -> Any:
-    # Data needs no devices, so those of the run need not be here.
+    # Reading data takes no devices, so the run's devices may be missing.
     with mesh.on_devices(_fitting_devices):
       found = base.of_shard(getattr(experiment(), method), shard)
     has_sets = split == 'eval' and isinstance(found, Mapping)
     sets = dict(found) if has_sets else {'': found}
     name = next(iter(sets)) if eval_set is None else eval_set
-    note = ' Leave --set out for the first.'
+    note = ' Omit --set to use the first.'
     errors.check_names([name], sets, 'set', config.experiment_class, note)
     return sets[name]
 
@@ -64,7 +65,7 @@ def input_maker(
 
 def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
   """Returns placeholders for the smallest mesh of these sizes."""
-  # A size may be -1: all that are left.
+  # A size of -1 stands for all remaining devices; one is enough here.
   ici, dcn = (math.prod(map(abs, x.values())) for x in mesh.check_sizes(sizes))
   return mesh.abstract_devices(ici * dcn, dcn)
 
@@ -72,32 +73,32 @@ def _fitting_devices(sizes: Any) -> Sequence[mesh.AbstractDevice]:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.inputs',
-    description='Prints the batches of a config, and checks what several hosts'
-    ' would read, whether a run could resume exactly, and how fast it reads,'
-    ' without its model or accelerators. Exits with 1 if something is wrong.',
+    description='Prints the batches of a config. Checks the rows that several'
+    ' hosts would read and whether a run would resume exactly, and measures the'
+    ' speed. Needs no model and no accelerator. Exits with 1 if a check fails.',
     usage='%(prog)s show --config=FILE | --jaxline_run=DIR'
     ' [--config.KEY=VALUE ...] [OPTION ...]',
     allow_abbrev=False,
   )
   add = parser.add_argument
-  what = '`prepare` makes the tokens of both splits, and prints their totals'
+  what = '`prepare` only tokenizes the text and prints totals of both splits'
   add('command', choices=['show', 'prepare'], help=what)
   add('--split', choices=('eval', 'train'), default='train')
-  add('--set', help='one of several evaluation sets; the default is the first')
-  add('-n', type=int, default=3, help='batches to print; the default is 3')
-  what = 'batches to read at most if the data ends; the default is 1000'
+  add('--set', help='one of several evaluation sets (default: the first)')
+  add('-n', type=int, default=3, help='number of batches to print (default: 3)')
+  what = 'limit on the batches read from data that ends (default: 1000)'
   add('--max_batches', type=int, metavar='N', default=1000, help=what)
   add('--seconds', type=float, default=1.0, help='time to measure the speed')
   add = parser.add_mutually_exclusive_group().add_argument
-  what = 'hosts to compare; the default is 2'
+  what = 'number of hosts to compare (default: 2)'
   add('--hosts', type=int, metavar='N', help=what)
-  what = 'the host to print, from 0, and the hosts to compare, such as 1/4'
+  what = 'host to print, counted from 0, and hosts to compare, such as 1/4'
   add('--host', type=_shard, metavar='INDEX/COUNT', help=what)
   return parser
 
 
 def _shard(text: str) -> base.Shard:
-  """Parses '1/4'."""
+  """Parses a shard such as '1/4'."""
   return base.Shard(*map(int, text.split('/')))
 
 
@@ -114,7 +115,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
       raise errors.UsageError(f'As {host}: {e}') from e
     kind = type(source).__name__
     text = kind if source.name == kind else f'{kind} {source.name!r}'
-    if source.batch_size is not None:  # Otherwise the iterable decides.
+    if source.batch_size is not None:  # If None, the iterable decides.
       total = source.get_global_batch_size()
       text += f': {source.batch_size} rows a batch, {total} over all hosts'
     lines.print_text(f'{text}, for {host}')
@@ -148,7 +149,7 @@ def _show(args: argparse.Namespace, config: Any) -> int:
 
 @contextlib.contextmanager
 def _logs_progress() -> Iterator[None]:
-  """Shows how much is tokenized; later calls log as before."""
+  """Within this context, logs the progress of the tokenization."""
   logger, verbosity = logging.get_absl_logger(), logging.get_verbosity()
   level = logger.level
   logging.set_verbosity(logging.INFO)
@@ -160,7 +161,7 @@ def _logs_progress() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command, and returns the exit status."""
+  """Runs the command and returns the exit status."""
   args, rest = _parser().parse_known_args(argv)
   try:
     config = platform.load_config(rest)

@@ -1,10 +1,10 @@
-"""The contract of an input: Pax's `BaseInput`, with an exact position.
+"""The interface of an input: Pax's `BaseInput`, with an exact position.
 
-An input gives one process its batches: dicts of numpy arrays with the batch
-dimension first. To write one, override `get_next`; with `position` and
-`set_position` too, a resumed run neither repeats nor skips a record. The
-contract comes from Pax (https://github.com/google/paxml, 'Data inputs').
-docs/inputs.md has examples and its table of evaluations.
+An input gives one process its batches: dicts of NumPy arrays with the batch
+dimension first. To write an input, override `get_next`. If you override
+`position` and `set_position` too, a resumed run neither repeats nor skips a
+record. The interface comes from Pax (https://github.com/google/paxml, 'Data
+inputs'). docs/inputs.md has examples and a table of the kinds of evaluation.
 """
 
 import abc
@@ -37,7 +37,7 @@ pad_rows = batches.pad_rows
 class Shard:
   """The part of every global batch that host `index` of `count` reads.
 
-  Processes that hold the same rows of a batch have the same shard.
+  Processes that hold the same rows of a batch share a shard.
   """
 
   index: int
@@ -45,14 +45,14 @@ class Shard:
 
 
 def process_shard() -> Shard:
-  """Returns the shard of this process if every process reads other rows."""
+  """Returns this process's shard, if each process reads different rows."""
   return Shard(jax.process_index(), jax.process_count())
 
 
 def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
-  """Returns the `batch_size` of each host for a global one.
+  """Returns the `batch_size` of each host for a global batch size.
 
-  `shard` is the argument of `train_input`; None is `process_shard()`.
+  `shard` is the argument of `train_input`; None means `process_shard()`.
   """
   count = (shard or process_shard()).count
   if global_batch_size % count:
@@ -68,26 +68,26 @@ def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
 class BaseInput:
   """The batches of one process, with a position.
 
-  A subclass with fields of its own is a dataclass too, and checks them in
-  `__post_init__` after calling that of this class.
+  A subclass that adds fields must be a dataclass too. It checks its fields in
+  `__post_init__`, after a call to `super().__post_init__()`.
 
   Attributes:
-    name: the name in messages; '' is the name of the class.
-    batch_size: rows that each host reads per batch.
-    shard: which rows of a global batch to read; None is `process_shard()`.
-    num_infeed_hosts: how many hosts share the data. None is the shard's count,
-      0 means 1; afterwards it is the number.
-    infeed_host_index: the index of this host; None is the shard's index.
-    input_random_seed: the seed of the order of the data and of its other random
-      numbers. None is 0 if the position is saved or in evaluation; else another
-      number at each start, drawn by all hosts together.
-    is_training: whether it feeds training.
-    reset_for_eval: whether each evaluation is one epoch from its beginning;
-      else it is the next `eval_loop_num_batches`.
-    eval_loop_num_batches: batches per evaluation; `reset_for_eval` ignores it.
-    input_checkpointing_enabled: whether checkpoints hold the position.
-    num_given: how many rows `get_next` gave for the last batch; padding follows
-      them. None if an override of `get_next_padded` does not call this one.
+    name: Name in messages; '' means the name of the class.
+    batch_size: Rows that each host reads per batch.
+    shard: Rows of a global batch to read; None means `process_shard()`.
+    num_infeed_hosts: Number of hosts that share the data. None means the
+      shard's count and 0 means 1. After construction it is the number.
+    infeed_host_index: Index of this host; None means the shard's index.
+    input_random_seed: Seed of the order of the data and of all its random
+      numbers. None means 0 in evaluation or if the position is saved.
+      Otherwise the hosts draw a new seed together at each start.
+    is_training: Whether the input feeds training.
+    reset_for_eval: Whether each evaluation reads one epoch from its beginning.
+      If not, it reads the next `eval_loop_num_batches`.
+    eval_loop_num_batches: Batches per evaluation, without `reset_for_eval`.
+    input_checkpointing_enabled: Whether checkpoints hold the position.
+    num_given: Rows in the last batch before padding. None if an override of
+      `get_next_padded` does not call the method of this class.
   """
 
   name: str = ''
@@ -101,7 +101,7 @@ class BaseInput:
   eval_loop_num_batches: int | None = 1
   input_checkpointing_enabled: bool = True
 
-  # Whether positions are the same on every host and fit any number of them.
+  # Whether positions are equal on all hosts and valid for any number of hosts.
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = False
 
   def __post_init__(self) -> None:
@@ -123,13 +123,13 @@ class BaseInput:
     if index is None or not 0 <= index < count:
       raise errors.UsageError(
         f'{self.name} has infeed_host_index={index} and num_infeed_hosts='
-        f'{count}, and there are {shard.count} hosts; expected an index from 0'
-        ' on that is less than the number. Give both, or neither.'
+        f'{count} on {shard.count} hosts; expected an index of at least 0 and'
+        ' less than num_infeed_hosts. Set both fields, or neither.'
       )
     self.infeed_host_index, self.num_infeed_hosts = index, count
 
   def _check_fields(self) -> None:
-    # Where the class has None, each batch decides how many rows it has.
+    # If the class's default is None, each batch determines its size.
     takes_none = getattr(type(self), 'batch_size', 0) is None
     if self.batch_size is not None or not takes_none:
       self.check_integer('batch_size')
@@ -140,22 +140,22 @@ class BaseInput:
       self.refuse('reset_for_eval', 'False in training, which is never reset')
     if self.reset_for_eval and not is_epoch and n != 1:
       logging.warning(
-        '%s ignores eval_loop_num_batches=%s: with reset_for_eval=True it'
-        ' evaluates on one epoch. Give it less data, or set'
-        ' reset_for_eval=False and repeat=True for the next batches each time.',
+        '%s ignores eval_loop_num_batches=%s: with reset_for_eval=True each'
+        ' evaluation reads one epoch. Give it less data, or read the next'
+        ' batches in each evaluation: reset_for_eval=False and repeat=True.',
         *(self.name, n),
       )
     if is_epoch and not self.is_training and not self.reset_for_eval:
       self.refuse(
         'eval_loop_num_batches',
-        'a number with reset_for_eval=False: an evaluation would have no end.'
-        ' Or set reset_for_eval=True to evaluate on one epoch',
+        'a number with reset_for_eval=False, since an evaluation would never'
+        ' end. Or set reset_for_eval=True to evaluate on one epoch',
       )
     if self.is_training and seed is not None and not self.saves_position:
       self.refuse(
         'input_random_seed',
         'None, since the position is not saved: after a preemption the run'
-        ' would see the same data again. Or save it'
+        ' would read the same data again. Or save the position'
         ' (input_checkpointing_enabled=True, position() and set_position())',
       )
 
@@ -168,44 +168,44 @@ class BaseInput:
   def check_integer(
     self, key: str, least: int = 1, or_none: bool = False
   ) -> None:
-    """Refuses a field that is not an integer of at least `least`."""
+    """Raises UsageError if a field is not an integer of at least `least`."""
     value = getattr(self, key)
     is_integer = isinstance(value, (int, np.integer)) and value >= least
     if not (or_none if value is None else is_integer):
       none = ', or None' if or_none else ''
       self.refuse(key, f'an integer of at least {least}{none}')
 
-  # What a subclass overrides.
+  # A subclass overrides these methods.
 
   def get_next(self) -> dict[str, Any]:
     """Returns the next batch: arrays [b, ...], b at most `batch_size`.
 
     Raises:
-      StopIteration: (or `tf.errors.OutOfRangeError`) at the end of the data.
+      StopIteration: The data has ended (or `tf.errors.OutOfRangeError`).
     """
     raise NotImplementedError
 
   def reset(self) -> None:
-    """Goes back to the beginning; a subclass calls this one too."""
+    """Returns to the beginning; an override calls `super().reset()`."""
     self._ended = False
     self._num_read = 0
 
   def position(self) -> Any:
-    """Returns where the next `get_next` reads, as a value that JSON can hold.
+    """Returns the position of the next `get_next`, as a value for JSON.
 
-    It is called, and the value copied, with every batch: keep it small.
+    Keep it small: it is read and copied with every batch.
     """
     raise NotImplementedError
 
   def set_position(self, position: Any) -> None:
-    """Goes to where `position` was called, maybe in another process."""
+    """Sets a position that `position` returned, maybe in another process."""
     raise NotImplementedError
 
   def identity(self) -> dict[str, Any]:
     """Returns the plain values on which the meaning of a position depends.
 
-    A subclass adds its data and its order. A position in the global order
-    (`ANY_NUMBER_OF_HOSTS`) does not depend on the hosts.
+    A subclass adds values that identify its data and their order. A position in
+    the global order (`ANY_NUMBER_OF_HOSTS`) does not depend on the hosts.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}
@@ -216,11 +216,11 @@ class BaseInput:
     }
 
   def where(self) -> str:
-    """Returns the file and record that are being read, for messages."""
+    """Returns the file and record that `get_next` reads, for messages."""
     return f'batch {self._num_read}'
 
   def where_rows(self) -> list[str]:
-    """Returns where each row of the next batch comes from, if known."""
+    """Returns the source of each row of the next batch; [] if unknown."""
     return []
 
   def ids_to_strings(
@@ -229,17 +229,17 @@ class BaseInput:
     """Returns the text of token ids.
 
     Args:
-      ids: integers [B, L].
-      lengths: integers [B], how many of each row to take.
-      key: the entry of the batch that they are from, where entries have
-        different vocabularies.
+      ids: Integers [B, L].
+      lengths: Number of ids to take from each row, [B].
+      key: Entry of the batch that holds the ids, for batches whose entries
+        have different vocabularies.
     """
     raise NotImplementedError
 
   def close(self) -> None:
     """Ends workers and threads, if there are any. May be called twice."""
 
-  # What users call.
+  # Users call these methods.
 
   @property
   def saves_position(self) -> bool:
@@ -248,7 +248,7 @@ class BaseInput:
     return self.input_checkpointing_enabled and overridden
 
   def get_global_batch_size(self) -> int:
-    """Returns the rows of a batch over all hosts."""
+    """Returns the number of rows of a batch over all hosts."""
     assert self.num_infeed_hosts is not None
     return self.batch_size * self.num_infeed_hosts
 
@@ -258,15 +258,15 @@ class BaseInput:
     return self._default_seed if seed is None else int(seed)
 
   def _draw_seed(self) -> int:
-    """Returns the default seed of training, the same on all hosts."""
+    """Returns the default seed of training, which all hosts share."""
     if self.saves_position:
       return 0
     if self.num_infeed_hosts not in (1, jax.process_count()):
-      return 0  # Shards of one process: there is no other to agree with.
+      return 0  # To agree on a seed takes one process per shard.
     return distributed.broadcast_from_process_0(secrets.randbits(31))
 
   def describe(self) -> str:
-    """Returns the name and what is being read."""
+    """Returns the name of the input and of the record that it reads."""
     try:
       return f'{self.name}, reading {self.where()}'
     except Exception as e:  # It must not hide an error, or end a stalled run.
@@ -275,8 +275,8 @@ class BaseInput:
   def get_next_padded(self) -> dict[str, Any]:
     """Returns the next batch: arrays [batch_size, ...], one of them `weights`.
 
-    `pad_rows` fills a short batch up. The end of the data, StopIteration, comes
-    again and again until `reset` or `set_state`.
+    `pad_rows` pads a short batch. Once the data has ended, every call raises
+    StopIteration until `reset` or `set_state`.
     """
     if self._ended:
       raise StopIteration
@@ -320,25 +320,25 @@ class BaseInput:
       if batch is None:
         raise ValueError(
           f'{self.name} ended after {number} of eval_loop_num_batches='
-          f'{self.eval_loop_num_batches} batches. Set repeat=True, so that its'
-          ' data begins again, or reset_for_eval=True for one epoch.'
+          f'{self.eval_loop_num_batches} batches. Set repeat=True to start the'
+          ' data over, or reset_for_eval=True to evaluate on one epoch.'
         )
       yield batch
 
-  # States. A mark is made with every batch, a state with every checkpoint.
+  # Every batch has a mark, a copied position. A checkpoint makes it a state.
 
   def copy_position(self) -> Any:
     """Returns a copy of the position, or None if it is not saved."""
     return copy.deepcopy(self.position()) if self.saves_position else None
 
   def state_of(self, mark: Any) -> Any:
-    """Returns what a checkpoint stores: a mark and the identity."""
+    """Returns the state for a checkpoint: a mark and the identity."""
     state = {
       'input': type(self).__name__,
       'identity': self.identity(),
       'position': mark,
     }
-    # NumPy's numbers are allowed, too.
+    # Convert NumPy numbers to Python numbers.
     to_plain = operator.methodcaller('item')
     return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
@@ -349,8 +349,8 @@ class BaseInput:
   def set_state(self, state: Any) -> None:
     """Continues where `get_state` was called, in this or another process.
 
-    It refuses the state of another input, other data or another order, or of
-    other hosts if the input depends on them.
+    Raises:
+      ValueError: The state is from a different input, data, order or host.
     """
     here = json.loads(BaseInput.state_of(self, None))
     try:
@@ -358,8 +358,8 @@ class BaseInput:
       there = {'input': values['input']} | values['identity']
     except (LookupError, TypeError, ValueError) as e:
       raise ValueError(
-        f'{self.name}.set_state got {state!r:.80}; expected what get_state()'
-        ' of such an input returned.'
+        f'{self.name}.set_state got {state!r:.80}; expected a value that'
+        ' get_state() of such an input returned.'
       ) from e
     here = {'input': here['input']} | here['identity']
     differences = [
@@ -370,8 +370,8 @@ class BaseInput:
     if differences:
       raise ValueError(
         f'{self.name} cannot continue from this state:'
-        f' {"; ".join(differences)}. Use the data and the settings of the run'
-        ' that saved it, or start anew.'
+        f' {"; ".join(differences)}. Use the data and settings of the run that'
+        ' saved the state, or start a new run.'
       )
     self.set_position(values['position'])
     self._ended = False
@@ -382,7 +382,7 @@ class ResumableInput(BaseInput, abc.ABC):
   """An input that can start to read at any position.
 
   Attributes:
-    repeat: whether epoch follows epoch; None is yes unless `reset_for_eval`.
+    repeat: Whether to read epoch after epoch; None means `not reset_for_eval`.
   """
 
   repeat: bool | None = None
@@ -393,7 +393,7 @@ class ResumableInput(BaseInput, abc.ABC):
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.repeat and self.reset_for_eval:
-      self.refuse('repeat', 'False with reset_for_eval=True: one epoch')
+      self.refuse('repeat', 'False with reset_for_eval=True (one epoch)')
     if self.repeat is None:
       self.repeat = not self.reset_for_eval
     self._at: Any = self.FIRST
@@ -401,7 +401,7 @@ class ResumableInput(BaseInput, abc.ABC):
 
   @abc.abstractmethod
   def read_from(self, position: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yields batches from a position on, each with a new position after it."""
+    """Yields (batch, position after it), starting at a position."""
 
   def get_next(self) -> dict[str, Any]:
     try:
@@ -411,7 +411,7 @@ class ResumableInput(BaseInput, abc.ABC):
       self._at = copy.deepcopy(position)  # The generator may change its own.
       return batches.as_batch(batch)
     except BaseException:
-      # The generator has read past the batch that failed, which a retry needs.
+      # A retry needs a new generator: this one is past the failed batch.
       self.close()
       raise
 
@@ -427,25 +427,25 @@ class ResumableInput(BaseInput, abc.ABC):
     self._at = position
 
   def close(self) -> None:
-    # Not `close()`, which refuses while another thread reads.
+    # `generator.close()` would raise while another thread reads.
     self._iterator = None
 
 
 def choose_arguments(
   function: Callable[..., Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns those of some arguments that a function takes, by their names."""
+  """Selects the arguments, by name, that a function takes."""
   names = inspect.signature(function).parameters
   return {name: value for name, value in values.items() if name in names}
 
 
 def of_shard(function: Callable[..., Any], shard: Shard) -> Any:
-  """Returns what `function` makes; it gets the shard if it takes `shard`."""
+  """Calls `function`, with `shard` if it has such a parameter."""
   return function(**choose_arguments(function, {'shard': shard}))
 
 
 def is_end(e: Exception) -> bool:
-  """Returns whether it is `StopIteration`, or TensorFlow's end of the data."""
+  """Returns whether `e` is `StopIteration` or TensorFlow's end of the data."""
   return isinstance(e, StopIteration) or any(
     cls.__name__ == 'OutOfRangeError'
     and cls.__module__.startswith('tensorflow.')

@@ -1,4 +1,4 @@
-"""The batch of an input: its type, its rows, its padding."""
+"""The type of a batch, and functions that count, pad and select its rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 
-# The entry of a batch with its weights: float32, 0 for padding.
+# This entry of a batch holds its weights: float32, 0 for padding.
 WEIGHTS = 'weights'
-# The entry of a batch that marks padding: 1 for padding, else 0.
+# This entry of a batch marks padding: 1 for padding, else 0.
 PADDINGS = 'paddings'
-# What a program gets; a `Batch` is one too.
+# A compiled program takes a plain dict. A `Batch` is a subclass.
 BatchDict = dict[str, Any]
 
 
 class Batch(BatchDict):
-  """A dict whose entries are also attributes: `batch.ids` is `batch['ids']`.
+  """A dict whose entries are attributes too: `batch.ids` is `batch['ids']`.
 
-  The library's inputs give it, as Pax's give a `NestedMap`. Nested dicts become
-  `Batch` too. As a pytree it has the leaves and paths of a dict, but is another
-  type of node.
+  The library's inputs return it, as Pax's return a `NestedMap`. Nested dicts
+  become `Batch` too. As a pytree it has the leaves and paths of a dict but a
+  different node type.
   """
 
   def __init__(self, *args: Any, **kwargs: Any):
@@ -61,11 +61,11 @@ def as_dict(batch: Any) -> Any:
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
-  """Returns how many rows a batch has; refuses what is no batch."""
+  """Returns the number of rows; raises an error for an invalid batch."""
   if not isinstance(batch, Mapping):
     raise TypeError(
-      f'A batch is a {type(batch).__name__}; expected a dict of arrays by name,'
-      " such as {'x': x}."
+      f"A batch is a {type(batch).__name__}; expected a dict such as {{'x': x}}"
+      ' that maps names to arrays.'
     )
   rows = {np.shape(x)[:1] for x in jax.tree.leaves(dict(batch))}
   if len(rows) != 1 or () in rows:
@@ -77,12 +77,11 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-  """Fills a batch of arrays [b, ...] up to arrays [rows, ...].
+  """Pads the arrays of a batch from [b, ...] to [rows, ...].
 
-  The new rows are zeros, or ones in `paddings`, which marks padding. A batch
-  without `weights` gets them, [rows], 1 for its own rows.
+  The new rows are zeros, except in `paddings`, where they are ones. A batch
+  without `weights` gets them, [rows]: 1 for the first b rows, 0 for padding.
   """
-  # A `Batch` stays one.
   batch = type(batch)(batch) if isinstance(batch, Batch) else dict(batch)
   have = len(jax.tree.leaves(batch)[0])
   batch.setdefault(WEIGHTS, np.ones(have, np.float32))
@@ -92,7 +91,7 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
   def fill(path: Any, x: Any) -> np.ndarray:
     x = np.asarray(x)
     shape = (rows - have, *x.shape[1:])
-    if x.dtype == object:  # Strings, as TensorFlow gives them.
+    if x.dtype == object:  # TensorFlow's strings are objects.
       padding = np.full(shape, type(x.flat[0])() if x.size else b'', object)
     else:
       is_mark = getattr(path[-1], 'key', None) == PADDINGS
@@ -103,9 +102,9 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def keep_rows(batch: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
-  """Returns a batch in which rows outside [first, end) have the weight 0.
+  """Returns a batch in which rows outside [first, end) have weight 0.
 
-  They are copies of the row `first`, so that a sum without weights changes.
+  They are copies of the row `first`, so a metric that ignores weights changes.
   """
   places = np.arange(num_rows(batch))
   kept = (first <= places) & (places < end)

@@ -1,8 +1,8 @@
 """Feeds training and evaluation with global batches on the devices.
 
 `TrainFeed` reads `train_input` ahead of the step and holds the position that
-checkpoints store. `EvalFeed` gives every host equally many batches of one
-shape. Neither needs a model.
+checkpoints store. `EvalFeed` gives every host the same number of batches, all
+of one shape. Neither needs a model.
 """
 
 import collections
@@ -28,8 +28,8 @@ from jaxline.parallel import partitioning
 from jaxline.parallel import placement
 
 BatchDict = inputs.BatchDict
-Batches = Iterator[tuple[BatchDict, int]]  # Each with the number of rows read.
-# Each with the number of rows that this process has read, and its halves.
+Batches = Iterator[tuple[BatchDict, int]]  # (batch, number of rows read)
+# (batch, number of rows that this process has read, function for its halves)
 GlobalBatches = Iterator[
   tuple[BatchDict, int, Callable[[], Iterator[BatchDict]]]
 ]
@@ -37,7 +37,7 @@ GlobalBatches = Iterator[
 
 @dataclasses.dataclass(eq=False)
 class _Feed:
-  """Opens what `train_input` or `eval_input` of an experiment returns."""
+  """Opens the inputs from an experiment's `train_input` or `eval_input`."""
 
   is_training: ClassVar[bool]
   method: Callable[..., Any]
@@ -52,7 +52,7 @@ class _Feed:
     }
 
   def _open_all(self) -> dict[str, inputs.BaseInput]:
-    """Returns name -> input of the method; '' names an only one."""
+    """Returns the inputs by name; a single input has the name ''."""
     shard = inputs.Shard(*self.partitioner.host)
     found = inputs.of_shard(self.method, shard)
     has_sets = isinstance(found, Mapping) and not self.is_training
@@ -69,13 +69,13 @@ class _Feed:
       if (got := (source.is_training, *hosts)) != expected:
         raise ValueError(
           f'{what} returned {source.name} with (is_training, infeed_host_index,'
-          f' num_infeed_hosts) = {got}; expected {expected}. Set is_training,'
-          f' and give it the shard that {what}(shard) gets.'
+          f' num_infeed_hosts) = {got}; expected {expected}. Set is_training'
+          f' and pass the argument of {what}(shard) to the input.'
         )
     return sources
 
   def abstract_batch(self) -> BatchDict:
-    """Returns the shapes and shardings of a global batch: reads the first."""
+    """Reads the first batch; returns shapes and shardings of a global one."""
     sources = self._open_all()
     source = next(iter(sources.values()))
     try:
@@ -102,18 +102,18 @@ class _Feed:
 
 
 class TrainFeed(_Feed):
-  """The batches of `train_input`, and the position behind the last step's.
+  """The batches of `train_input`, and the position after the last step's batch.
 
   Attributes:
-    num_read: the number of the last step's batch, from 1. It is not the step's
-      number if this run, or the one that it began from, has skipped batches.
+    num_read: Number of the last step's batch, from 1. It differs from the
+      step's number if this run, or the run it started from, skipped batches.
   """
 
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position after the last step's batch is `_saved`, or if a batch of the
-  # open input was used `_mark`, which costs a step nothing.
+  # The position after the last step's batch: `_mark`, which costs a step
+  # nothing, once a batch of the open input was used; `_saved` before that.
   _saved: Any = None
   _mark: Any = None
 
@@ -124,7 +124,7 @@ class TrainFeed(_Feed):
 
   @property
   def position(self) -> Any:
-    """The position for a checkpoint; None if the input saves none."""
+    """The position for a checkpoint; None if the input does not save it."""
     if self._infeed is None or self._mark is None:
       return self._saved
     return self._infeed.source.state_of(self._mark)
@@ -139,51 +139,51 @@ class TrainFeed(_Feed):
 
   @property
   def wait_fraction(self) -> float:
-    """The share of the last steps' time that was a wait for batches."""
+    """The share of the last steps' time that was spent waiting for batches."""
     return self._infeed.wait_fraction if self._infeed else 0.0
 
   def take(self) -> BatchDict:
-    """Returns the next batch. `commit` moves the position behind it."""
+    """Returns the next batch. `commit` moves the position past it."""
     if self._infeed is None:
       self._infeed = self._read_ahead(self._open(self._saved))
     if (batch := next(self._infeed, None)) is None:
-      # Not a StopIteration, which could end a loop silently.
+      # A StopIteration could silently end a loop.
       raise ValueError(
-        'train_input ended; training needs an endless iterator (repeat it).'
+        'train_input ended. Training needs an endless iterator: repeat it.'
       )
     return batch
 
   def commit(self) -> None:
-    """Moves the position behind the batch taken last."""
+    """Moves the position past the batch that was taken last."""
     assert self._infeed is not None
     self.num_read, self._saved = self.next_number, None
     self._mark = self._infeed.mark
 
   def restore(self, num_read: int, position: Any) -> None:
-    """Reads on from the position of a checkpoint; None begins anew.
+    """Continues at the position of a checkpoint; None means the beginning.
 
-    A position that the input refuses changes nothing.
+    If the input rejects the position, nothing changes.
     """
     if position is None and num_read:
-      logging.warning('The checkpoint has no position: the data begins anew.')
+      logging.warning('The checkpoint has no position: the data starts over.')
     source = self._open(position)
     self.note(num_read, position)
     self._infeed = self._read_ahead(source)
 
   def note(self, num_read: int, position: Any) -> None:
-    """Sets the position that a checkpoint stores; opens no input."""
+    """Sets the position for checkpoints without opening the input."""
     self.close()
     self.num_read, self._saved = num_read, position
 
   def peek(self) -> tuple[inputs.BaseInput, BatchDict, list[str]]:
-    """Returns the closed input, and the rows and sources of the next batch.
+    """Returns the closed input, this process's next rows, and their sources.
 
-    The rows are those of this process. The batch stays the next one.
+    The position does not move.
     """
     if self.position is None and self.num_read:
       raise errors.UsageError(
-        'The next batch is not known: train_input has no position. Use a'
-        ' BaseInput, or an iterator with get_state and set_state.'
+        'The next batch is unknown because train_input saves no position. Use'
+        ' a BaseInput, or an iterator with get_state and set_state.'
       )
     source = self._open(self.position)
     for _ in range(self.num_read + 1, self.next_number):
@@ -200,28 +200,28 @@ class TrainFeed(_Feed):
       self._infeed = None
 
   def _open(self, position: Any) -> inputs.BaseInput:
-    """Returns the input, set to a position if there is one."""
+    """Opens the input and sets its position, if there is one."""
     source = self._open_all()['']
     if source.saves_position:
       if position is not None:
         source.set_state(position)
     elif position is not None:
       raise ValueError(
-        'The checkpoint holds the position of the data, but train_input'
-        f' returned {source.name}, whose position cannot be set. Use the input'
-        ' that the run was trained with (in a BaseInput with'
+        'The checkpoint holds a position in the data, but train_input returned'
+        f' {source.name}, whose position cannot be set. Use the input that the'
+        ' run was trained with (a BaseInput with'
         ' input_checkpointing_enabled=True), or start a new run.'
       )
     else:
       logging.warning(
-        'The position of %s is not saved: a run that is resumed begins its'
-        ' data anew.',
+        'The position of %s is not saved: a resumed run will start its data'
+        ' from the beginning.',
         source.name,
       )
     return source
 
   def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
-    # Without `self`: the thread would keep the experiment and its arrays alive.
+    # `self` would let the thread keep the experiment and its arrays alive.
     skipped, numbers = self._skipped, itertools.count(self.num_read + 1)
     return infeed.Infeed(
       source,
@@ -235,8 +235,8 @@ class EvalFeed(_Feed):
   """The batches of the evaluation sets.
 
   An input with `reset_for_eval=False` is kept, and each evaluation continues
-  where the one before it stopped. `num_evaluated` is the number of earlier
-  evaluations of the run, in this process or another.
+  where the previous one stopped. `num_evaluated` is the number of the run's
+  earlier evaluations, in this process and before a restart.
   """
 
   is_training = False
@@ -245,7 +245,7 @@ class EvalFeed(_Feed):
   _fed: Mapping[str, int] = types.MappingProxyType({})
 
   def sets(self, num_evaluated: int) -> Iterator[tuple[str, GlobalBatches]]:
-    """Yields name -> batches of each set; '' if there is only one."""
+    """Yields (name, batches) of each set; a single set has the name ''."""
     old = self._sources.items()
     kept = {name: x for name, x in old if not x.reset_for_eval}
     if not kept or len(kept) < len(old):
@@ -262,8 +262,8 @@ class EvalFeed(_Feed):
   ) -> Batches:
     if not source.reset_for_eval:
       if self._fed.get(name, 0) != num_evaluated:
-        # Read and drop the batches of earlier evaluations: a resumed run gets
-        # the same batches as a run without an interruption.
+        # Read and drop the batches of earlier evaluations, so that a resumed
+        # run gets the same batches as an uninterrupted run.
         source.reset()
         for _ in range(num_evaluated):
           collections.deque(source.eval_batches(), maxlen=0)
@@ -275,13 +275,13 @@ class EvalFeed(_Feed):
   ) -> GlobalBatches:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    It also yields how many rows of each batch this process has read; padding
-    follows them. The third is a function that yields the batch twice more: the
-    first half of each process's rows has weights in one, the rest in the other.
-    All processes call it together. One that runs out of batches before the
-    others adds batches of padding.
+    With each batch come the number of rows that this process has read, before
+    padding, and a function. The function yields the batch twice: once with
+    weights for the first half of each process's rows only, once for the rest.
+    All processes call it together. A process that runs out of batches before
+    the others yields batches of padding.
     """
-    # Training waits for an evaluation, which must not wait for a disk.
+    # Read ahead, since training waits for the evaluation.
     host_batches = infeed.read_ahead(
       source,
       self._host_batches(name, source, num_evaluated),
@@ -296,16 +296,16 @@ class EvalFeed(_Feed):
         if last is None and not all(sizes):
           raise ValueError(
             f'eval_input gave no batch{f" for {name!r}" if name else ""}: the'
-            f' first batches have {sizes} rows in the processes; give each'
-            ' process at least one.'
+            f' first batches have {sizes} rows in the processes. Give each'
+            ' process at least one row.'
           )
         if not any(sizes):
           break
         rows = rows or max(sizes)
         if max(sizes) > rows:
           raise ValueError(
-            f'A batch of {max(sizes)} rows follows one of {rows}; only the last'
-            ' of an evaluation may differ, and be smaller.'
+            f'A batch of {max(sizes)} rows follows a batch of {rows} rows.'
+            ' Only the last batch of an evaluation may differ, and be smaller.'
           )
         last = batch or jax.tree.map(lambda x: x[:0], last)
         size = placement.padded_rows(rows, self.partitioner)
@@ -325,18 +325,18 @@ class EvalFeed(_Feed):
   def rows_of(self, outputs: Any, num_given: int) -> Any:
     """Returns the rows of all processes without padding, as NumPy arrays.
 
-    The hosts follow each other in the order of their index. All processes call
-    it together.
+    Rows are ordered by the index of their host. All processes call this method
+    together.
 
     Args:
-      outputs: a tree of arrays [B, ...], split like the batch.
-      num_given: the number that `batches` yielded.
+      outputs: Tree of arrays [B, ...], sharded like the batch.
+      num_given: Number of rows that `batches` yielded for this process.
     """
     index, num_hosts = self.partitioner.host
     size = len(jax.tree.leaves(outputs)[0]) // num_hosts
     places = np.arange(size, dtype=np.int32)
     places = np.where(places < num_given, index * size + places, -1)
-    # Placed like the batch: a mesh may order the rows of the hosts differently.
+    # Shard it like the batch, because a mesh may reorder the hosts' rows.
     placed = placement.put_batch(places, self.partitioner)
     split = outputs, placed
     whole, places = multihost_utils.process_allgather(split, tiled=True)
@@ -345,12 +345,12 @@ class EvalFeed(_Feed):
 
 
 def _put(batch: BatchDict, partitioner: partitioning.Partitioner) -> BatchDict:
-  """Makes the global batch, of plain dicts, from the part of this process."""
+  """Makes the global batch, of plain dicts, from this process's part."""
   return placement.put_batch(batches_lib.as_dict(batch), partitioner)
 
 
 def _counted(source: inputs.BaseInput) -> Batches:
-  """Yields the batches of an evaluation, and how many rows of each are read."""
+  """Yields the batches of an evaluation, each with the number of rows read."""
   for batch in source.eval_batches():
     num_given = source.num_given
     yield batch, inputs.num_rows(batch) if num_given is None else num_given

@@ -1,4 +1,4 @@
-"""Reads Grain's MapDatasets, random-access data sources, ArrayRecord files.
+"""Reads Grain's MapDatasets, random-access data sources and ArrayRecord files.
 
   GrainInput(files='/data/train-*.array_record', transformations=[decode], ...)
   GrainInput(dataset=grain.MapDataset.source(records).map(f), ...)
@@ -26,23 +26,23 @@ from jaxline.inputs import indexed
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GrainInput(indexed.IndexedInput):
-  """Records that Grain can read, as batches: dicts of arrays [b, ...].
+  """Batches of records that Grain can read: dicts of arrays [b, ...].
 
-  A record is a dict, of any depth, of arrays whose shapes all records share.
+  A record is a dict, maybe nested, of arrays. All records share their shapes.
 
   Attributes:
-    dataset: a `grain.MapDataset`, finite, neither filtered nor batched; or
-      anything with `__len__` and `__getitem__`. Its `__getitems__`, if there is
-      one, gets the numbers of a whole batch, as a list.
-    files: ArrayRecord files instead: a path, a glob, or several, also of what
-      `etils.epath` can read ('gs://...'), where a glob has no '**'. A file that
-      is named twice is read once.
-    transformations: what to do with each record, in this order: functions,
+    dataset: A finite `grain.MapDataset`, neither filtered nor batched, or any
+      object with `__len__` and `__getitem__`. If it has `__getitems__`, this
+      method gets the list of record numbers of a batch.
+    files: ArrayRecord files, instead of a dataset: a path, a glob or several
+      of them. `etils.epath` reads remote ones ('gs://...'), whose globs cannot
+      contain '**'. A file that is named twice is read once.
+    transformations: Applied to each record in order: functions,
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
-      depends on the seed, the record and the epoch alone.
-    data_name: identifies the data: a state that was saved with another name is
-      refused. Files are also identified by names, sizes and numbers of records;
-      other datasets without a name only by their number of records.
+      depends only on the seed, the record and the epoch.
+    data_name: Identifies the data: states saved under a different name are
+      rejected. Files are identified by names, sizes and numbers of records too,
+      but an unnamed dataset only by its number of records.
   """
 
   dataset: Any = None
@@ -53,8 +53,8 @@ class GrainInput(indexed.IndexedInput):
   def __post_init__(self) -> None:
     super().__post_init__()
     if (self.dataset is None) == (not self.files):
-      self.refuse('files', 'some without a dataset, or none with one')
-    import grain  # Takes a second to import.
+      self.refuse('files', 'either `files` or `dataset`, and not both')
+    import grain  # The import takes a second.
 
     self._records: Any = self.dataset
     self._hash = ''
@@ -63,7 +63,7 @@ class GrainInput(indexed.IndexedInput):
     self._is_map_dataset = isinstance(self._records, grain.MapDataset)
     self._length = len(self._records)
     if self._length == sys.maxsize:
-      raise ValueError(f'{self.name}.dataset has no end: omit .repeat().')
+      raise ValueError(f'{self.name}.dataset is endless: omit .repeat().')
 
   def num_records(self) -> int:
     return self._length
@@ -71,7 +71,7 @@ class GrainInput(indexed.IndexedInput):
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     numbers = records.tolist()
     if self._is_map_dataset:
-      # Grain's own numbering over epochs: its random nodes differ in each.
+      # Grain numbers records over all epochs: its random nodes then differ.
       indices = (epochs * self._length + records).tolist()
       elements = [self._records[i] for i in indices]
     elif hasattr(self._records, '__getitems__'):
@@ -114,7 +114,7 @@ class GrainInput(indexed.IndexedInput):
     self._ends = list(itertools.accumulate(counts))
     facts = [list(map(os.path.basename, paths)), sizes, counts]
     self._hash = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    # Given their numbers of records, the source opens files at the first read.
+    # These ranges let the source open a file only at its first read.
     ranges = [f'{x}[0:{n}]' for x, n in zip(paths, counts, strict=True)]
     self._records = sources.ArrayRecordDataSource(
       ranges, {'max_parallelism': '0'}
@@ -122,23 +122,23 @@ class GrainInput(indexed.IndexedInput):
 
 
 def _stack(elements: Sequence[Any], name: str = '') -> Any:
-  """Returns arrays [b, ...] of b records."""
+  """Stacks b records to arrays [b, ...]."""
   first = elements[0]
   try:
     if not isinstance(first, Mapping):
-      return np.array(elements)  # Faster than `np.stack`.
+      return np.array(elements)  # This is faster than `np.stack`.
     if len(set(map(len, elements))) > 1:
-      raise ValueError(f'Some records have other entries than {[*first]}.')
+      raise ValueError(f'Some records lack or add entries to {[*first]}.')
     return {key: _stack([x[key] for x in elements], key) for key in first}
   except ValueError as e:
-    e.add_note(f'It was the entry {name!r} of a batch.')
+    e.add_note(f'The error is in the entry {name!r} of a batch.')
     raise
 
 
 def _find_files(
   files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 ) -> list[str]:
-  """Returns the paths of files: of a glob sorted, of several in their order."""
+  """Expands globs. Keeps the order of entries; sorts the files of a glob."""
   paths: list[str] = []
   for entry in [files] if isinstance(files, str | os.PathLike) else files:
     path = os.path.expanduser(os.fspath(entry))
@@ -147,12 +147,11 @@ def _find_files(
       found = [path]
     elif '://' in path:
       found = sorted(map(os.fspath, place.parent.glob(place.name)))
-    else:  # Of which epath refuses '**'.
+    else:  # epath rejects '**'.
       found = sorted(glob.glob(path, recursive=True))
     if not found:
       raise errors.MissingFileError(
-        f'No files found: {path!r} names none. Give paths or globs of'
-        ' ArrayRecord files.'
+        f'No files match {path!r}. Give paths or globs of ArrayRecord files.'
       )
     paths += found
   return list(dict.fromkeys(paths))
@@ -164,5 +163,5 @@ def _count_records(path: str) -> int:
   try:
     return len(sources.ArrayRecordDataSource(path))
   except Exception as e:
-    e.add_note(f'While {path} was opened as an ArrayRecord file.')
+    e.add_note(f'{path} was being opened as an ArrayRecord file.')
     raise

@@ -1,10 +1,10 @@
-"""Random-access datasets: shuffling, sharding over hosts, epochs.
+"""Inputs with random access: shuffling, sharding over hosts, epochs.
 
-There is one global order of the records, epoch after epoch (Grain's shuffle).
-With G = batch_size * num_infeed_hosts, global batch n is the positions [n * G,
-(n + 1) * G) of this order, and host h reads the rows [h * batch_size, (h + 1) *
-batch_size) of it. A position is one integer, the rows of the global order that
-were given: it fits any number of hosts, any batch size and any workers.
+All hosts share one global order of the records, epoch after epoch (shuffled by
+Grain). With G = batch_size * num_infeed_hosts, global batch n takes positions
+[n * G, (n + 1) * G) of this order, and host h reads rows [h * batch_size,
+(h + 1) * batch_size) of the batch. The saved position is one integer, the
+number of rows read so far. It fits any number of hosts, batch size and workers.
 
 Shapes: b rows, N records of an epoch.
 """
@@ -29,17 +29,17 @@ import numpy as np
 
 from jaxline.inputs import base
 
-# Below this many records, Grain's shuffle takes up to a millisecond per record:
-# the order of an epoch is held in memory instead. Another limit would be
-# another order.
+# Below this many records, Grain's shuffle takes up to a millisecond per record,
+# so the order of an epoch is held in memory. Changing this limit would change
+# the order.
 _SMALL = 2**16
-_MAX_CLOSE_SECS = 30  # How long to wait for workers to end.
+_MAX_CLOSE_SECS = 30  # `close` waits this long for workers to end.
 
 
-@functools.lru_cache(maxsize=64)  # At most 32 MB.
+@functools.lru_cache(maxsize=64)  # The cache holds at most 32 MB.
 def _epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
   """Returns the order of an epoch of a small dataset, int64 [size]."""
-  # NumPy promises never to change raw numbers, unlike its permutations.
+  # NumPy guarantees stable raw numbers, but not stable permutations.
   key = np.array([seed % 2**64, epoch], np.uint64)
   draws = np.random.Philox(key=key).random_raw(size)
   return np.argsort(draws, kind='stable')
@@ -50,18 +50,18 @@ class IndexedInput(base.ResumableInput):
   """An input that can read any record by its number.
 
   Attributes:
-    shuffle: whether each epoch has an order of its own, drawn from the seed;
-      None shuffles in training only.
-    num_threads: threads that read batches ahead, for files on slow disks.
-    num_workers: processes that do, for work that holds Python's lock. The input
-      is sent to them with cloudpickle. They import the program's main file: a
-      script begins its work under `if __name__ == '__main__':`.
+    shuffle: Whether to shuffle each epoch differently, by the seed. None means
+      to shuffle in training only.
+    num_threads: Threads that read batches ahead, for files on slow disks.
+    num_workers: Processes that read batches ahead, for work that holds Python's
+      GIL. They get the input by cloudpickle and import the program's main file,
+      so a script must run its code under `if __name__ == '__main__':`.
   """
 
   shuffle: bool | None = None
   num_threads: int = 0
   num_workers: int = 0
-  # What reads ahead, which `close` ends.
+  # Grain's iterator, which reads ahead until `close`.
   _reader: Any = dataclasses.field(default=None, init=False, repr=False)
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = True
@@ -72,28 +72,28 @@ class IndexedInput(base.ResumableInput):
       self.shuffle = self.is_training
     self.check_integer('num_workers', 0)
 
-  # What a subclass overrides.
+  # A subclass overrides these methods.
 
   @abc.abstractmethod
   def num_records(self) -> int:
-    """Returns N, the records of an epoch; asked for with every batch."""
+    """Returns N, the number of records per epoch; called with every batch."""
 
   @abc.abstractmethod
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
-    """Returns some records: arrays [b, ...].
+    """Returns records as arrays [b, ...].
 
-    It is called in threads and worker processes, and must depend on nothing but
-    its arguments and the fields: the numbers of the records, int64 [b], each in
-    [0, N), and the epochs in which they are read, int64 [b].
+    Threads and worker processes call it, so the result may depend only on the
+    fields and the arguments: the record numbers, int64 [b] in [0, N), and the
+    epochs in which they are read, int64 [b].
     """
 
   def describe_record(self, record: int, epoch: int) -> str:
-    """Returns where a record comes from, for messages: its file and place."""
+    """Returns a record's source for messages: its file and place."""
     del epoch
     return f'record {record}'
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns plain values that identify the data, such as a hash of it.
+    """Returns plain values that identify the data, such as a hash.
 
     `identity` adds the number of records, the seed, `shuffle` and `repeat`.
     """
@@ -102,7 +102,7 @@ class IndexedInput(base.ResumableInput):
   def order(self, positions: np.ndarray) -> np.ndarray:
     """Returns the record at each position of the global order, int64 [b].
 
-    Positions are counted over all epochs, int64 [b].
+    `positions`, int64 [b], are counted over all epochs.
     """
     epochs, records = np.divmod(positions, self._size)
     if not self.shuffle:
@@ -118,7 +118,7 @@ class IndexedInput(base.ResumableInput):
   @functools.cached_property
   def _ids(self) -> Any:
     """The shuffled order; Grain computes it record by record."""
-    import grain  # Takes a second to import.
+    import grain  # The import takes a second.
 
     ids = grain.MapDataset.range(self._size)
     return ids.seed(self.seed() % 2**64).shuffle()
@@ -127,17 +127,17 @@ class IndexedInput(base.ResumableInput):
   def _size(self) -> int:
     if (size := self.num_records()) < 1:
       raise ValueError(
-        f'{self.name} has no records: its data is shorter than one.'
+        f'{self.name} has no records: the data is too short for one.'
       )
     return size
 
-  # The contract of `BaseInput`.
+  # These methods implement `BaseInput`.
 
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size
     positions = range(position, end, rows)
-    # Grain's iterator costs as much as eight rows of a thousand tokens.
+    # Grain's iterator would cost as much as eight rows of a thousand tokens.
     if not self.num_threads and not self.num_workers:
       for start in positions:
         yield self.batch_at(start), start + rows
@@ -154,33 +154,33 @@ class IndexedInput(base.ResumableInput):
     reader = _start_workers(dataset, workers) if workers else iter(dataset)
     self._reader = reader
     for start, batch in zip(positions, reader, strict=True):
-      if workers:  # A copy, outside of the memory that is shared with one.
+      if workers:  # Copy it out of the memory shared with the worker.
         batch = jax.tree.map(np.array, batch)
       yield batch, start + rows
 
   def batch_at(self, position: int) -> dict[str, Any]:
     """Returns this host's rows of the global batch that begins at a position.
 
-    Without `repeat` the end of the epoch may leave less than `batch_size`.
+    Without `repeat`, the last batch may have fewer than `batch_size` rows.
     """
     if (positions := self.positions_at(position)).size:
       return self.read_at(positions)
-    # A host without rows still needs their shapes and types.
+    # A host without rows still needs the shapes and dtypes.
     return jax.tree.map(lambda x: x[:0], self.read_at(np.zeros(1, np.int64)))
 
   def positions_at(self, position: int) -> np.ndarray:
-    """Returns the positions of the rows of `batch_at`, int64 [b]."""
+    """Returns the positions of the rows that `batch_at` reads, int64 [b]."""
     assert self.infeed_host_index is not None
     first = position + self.infeed_host_index * self.batch_size
     positions = np.arange(first, first + self.batch_size)
     return positions if self.repeat else positions[positions < self._size]
 
   def _batch_to_send(self, position: int) -> dict[str, Any]:
-    """Returns `batch_at`, or raises an error that can be pickled."""
+    """Calls `batch_at`; raises only errors that can be pickled."""
     try:
       return self.batch_at(position)
     except Exception as e:
-      try:  # Grain's worker drops others, and its parent would wait for ever.
+      try:  # Grain's worker drops other errors; its parent would wait forever.
         pickle.loads(pickle.dumps(e))
       except Exception:
         sent = RuntimeError(f'{type(e).__qualname__}: {e}')
@@ -195,7 +195,7 @@ class IndexedInput(base.ResumableInput):
       return self._read_all(records, epochs)
     except Exception as e:
       note = f'While {self.name} read {self._blame(records, epochs)}.'
-      if base.is_end(e):  # Of a record's own data: the epoch goes on.
+      if base.is_end(e):  # A record's data ended, and not the epoch.
         raise RuntimeError(f'{e!r}. {note}') from e
       e.add_note(note)
       raise
@@ -203,17 +203,17 @@ class IndexedInput(base.ResumableInput):
   def _read_all(
     self, records: np.ndarray, epochs: np.ndarray
   ) -> dict[str, Any]:
-    """Reads records, and refuses a batch that lost some or has some twice."""
+    """Reads records, and checks that each gave one row."""
     batch = self.read(records, epochs)
     if (got := base.num_rows(batch)) != len(records):
       raise ValueError(
-        f'{self.name} made {got} rows of {len(records)} records; expected a row'
-        ' of each.'
+        f'{self.name} made {got} rows of {len(records)} records; expected one'
+        ' row per record.'
       )
     return batch
 
   def _blame(self, records: np.ndarray, epochs: np.ndarray) -> str:
-    """Returns which of some records cannot be read, or else the first."""
+    """Describes the record that cannot be read, or else the first."""
     for i in range(len(records)):
       try:
         self._read_all(records[i : i + 1], epochs[i : i + 1])
@@ -233,11 +233,11 @@ class IndexedInput(base.ResumableInput):
 
   def where(self) -> str:
     if not (positions := self.positions_at(self._at)).size:
-      return 'the rows that fill up the end of the epoch'
+      return 'the rows that pad the end of the epoch'
     position = int(positions[0])
     epoch, within = divmod(position, self._size)
     return (
-      f'a batch from record {within} of epoch {epoch} on'
+      f'a batch that starts at record {within} of epoch {epoch}'
       f' ({self.describe_at(position)})'
     )
 
@@ -245,7 +245,7 @@ class IndexedInput(base.ResumableInput):
     return [*map(self.describe_at, self.positions_at(self._at).tolist())]
 
   def describe_at(self, position: int) -> str:
-    """Returns where the record at a position of the global order is from."""
+    """Returns the source of the record at a position of the global order."""
     record = self.order(np.array([position]))[0]
     return self.describe_record(int(record), position // self._size)
 
@@ -254,12 +254,12 @@ class IndexedInput(base.ResumableInput):
     reader, self._reader = self._reader, None
     if not hasattr(reader, 'close'):
       return
-    # Grain waits until its workers have read their batches, for any time.
+    # Grain would wait without a limit for its workers to read their batches.
     closing = threading.Thread(target=reader.close, daemon=True)
     closing.start()
     closing.join(_MAX_CLOSE_SECS)
     if closing.is_alive():
-      logging.warning('A worker of %s reads on until the end.', self.name)
+      logging.warning('A worker of %s is still reading its batch.', self.name)
 
   def __getstate__(self) -> dict[str, Any]:
     return {**self.__dict__, '_iterator': None, '_reader': None}
@@ -267,9 +267,9 @@ class IndexedInput(base.ResumableInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ArrayInput(IndexedInput):
-  """The rows of arrays [N, ...] that do not change: see `inputs.arrays`."""
+  """The rows of constant arrays [N, ...]; see `inputs.arrays`."""
 
-  values: Mapping[str, Any]  # The names may be nested.
+  values: Mapping[str, Any]  # Arrays by name, maybe nested.
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -277,7 +277,7 @@ class ArrayInput(IndexedInput):
     if isinstance(self.values, Mapping):
       self.values = jax.tree.map(np.asarray, dict(self.values), is_leaf=is_list)
     self._length = base.num_rows(self.values)
-    # 1024 rows or more identify the data: to hash all would take seconds.
+    # Hash 1024 rows or a few more; hashing all could take seconds.
     rows = slice(None, None, max(1, self._length // 1024))
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(self.values):
@@ -285,7 +285,7 @@ class ArrayInput(IndexedInput):
       if x.dtype == object:
         raise TypeError(
           f'The array {about[0]} has Python objects, such as {x.flat[0]!r};'
-          ' expected numbers. Encode text as ids, and fill rows up to a length.'
+          ' expected numbers. Encode text as ids, and pad rows to one length.'
         )
       digest.update(repr(about).encode() + x[rows].tobytes())
     self._hash = digest.hexdigest()[:32]
@@ -300,24 +300,24 @@ class ArrayInput(IndexedInput):
     return {'arrays': self._hash}
 
 
-# What Grain 0.2.18 lacks.
+# Grain 0.2.18 lacks these functions.
 
 
 def _start_workers(dataset: Any, num_workers: int) -> Any:
-  """Returns the iterator of a `grain.IterDataset`, read by worker processes."""
+  """Returns an iterator that reads a `grain.IterDataset` in processes."""
   import grain
 
   if not flags.FLAGS.is_parsed():
-    # As in a notebook: Grain asks a flag, which absl refuses to tell.
+    # Grain reads a flag, which fails in a notebook, where none are parsed.
     flags.FLAGS.mark_as_parsed()
   dataset = dataset.mp_prefetch(
     grain.MultiprocessingOptions(num_workers=num_workers),
     worker_init_fn=_start_worker,
   )
   iterator = iter(dataset)
-  iterator.get_state()  # Makes what `start_prefetch` starts.
-  # What a terminal or a scheduler may send to all processes of a job at once.
-  # Until `_start_worker` runs in them, the workers have this thread's mask.
+  iterator.get_state()  # This creates the object that `start_prefetch` starts.
+  # Block signals that a terminal or a scheduler sends to all processes of a
+  # job. The workers inherit this thread's mask until they run `_start_worker`.
   handled = (x for x in signal.Signals if callable(signal.getsignal(x)))
   blocked = {signal.SIGINT, signal.SIGTERM, *handled}
   before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -329,19 +329,19 @@ def _start_workers(dataset: Any, num_workers: int) -> Any:
 
 
 def _start_worker(index: int, count: int) -> None:
-  """Makes a worker process leave with its parent, and only then."""
+  """Makes a worker process exit with its parent, and only then."""
   del index, count
-  # Ctrl-C and schedulers signal every process, but the parent still wants
-  # batches for the step that it finishes and saves.
+  # Ctrl-C and schedulers signal every process, but the parent still needs
+  # batches to finish and save its step.
   for number in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
     signal.signal(number, signal.SIG_IGN)
-  # The accelerator is the parent's.
+  # Leave the accelerator to the parent.
   jax.config.update('jax_platforms', 'cpu')
   parent = multiprocessing.parent_process()
   assert parent is not None
 
   def watch() -> None:
-    # A parent that was killed cannot tell its workers to end.
+    # A killed parent cannot stop its workers.
     parent.join()
     os._exit(1)
 
@@ -351,7 +351,7 @@ def _start_worker(index: int, count: int) -> None:
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns the random numbers of use `stage` of a record in an epoch."""
+  """Returns the generator for use number `stage` of a record in an epoch."""
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
     counter=np.array([0, 0, epoch, record], np.uint64),

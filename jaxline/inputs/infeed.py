@@ -1,7 +1,7 @@
 """Reads batches and puts them on the devices ahead of the step, on a thread.
 
-Each batch comes with its position (`BaseInput.copy_position`), since
-the source has been read further when a step takes it.
+Each batch comes with its position (`BaseInput.copy_position`), because the
+source is already further ahead when a step takes the batch.
 """
 
 import collections
@@ -17,20 +17,20 @@ from jaxline.base import async_lib
 from jaxline.base import goodput
 from jaxline.inputs import base
 
-_READY_SECS = 1e-4  # Taking a batch that is ready takes less.
-_WINDOW_STEPS = 100  # The wait is measured over these.
-# Small batches are read in bursts: the most that are held.
+_READY_SECS = 1e-4  # Taking a batch that is ready takes less time.
+_WINDOW_STEPS = 100  # The wait is measured over this number of steps.
+# Small batches are read in bursts. These are the limits of a burst.
 _MAX_HELD = 32
 _MAX_HELD_BYTES = 2**24
 
 
 class Infeed:
-  """Gives batches that are on the devices before they are needed.
+  """An iterator of batches that are on the devices before they are needed.
 
   Attributes:
-    mark: what `BaseInput.copy_position` returned behind the last batch.
-    wait_fraction: the share of the last 100 steps' time that was a wait. The
-      first wait, for the source to start, and compiling do not count.
+    mark: Result of `BaseInput.copy_position` after the last batch.
+    wait_fraction: Fraction of the time of the last 100 steps that was spent
+      waiting. It excludes compilation and the wait for the source to start.
   """
 
   def __init__(
@@ -44,16 +44,16 @@ class Infeed:
   ):
     """Starts to read at the first `next`.
 
-    `place` puts a batch of NumPy arrays on the devices. `kept` tells of each
-    batch whether it is given; the others are dropped.
+    `place` puts a batch of NumPy arrays on the devices. `kept` has a value for
+    each batch: False drops it.
     """
     goodput.listen()
     self.source = source
     self.mark: Any = None
     self.wait_fraction = 0.0
     self._waited = 0.0
-    # For each batch when it was given and how long all were waited for, without
-    # what this thread has compiled.
+    # For each batch: the time at which it was taken, less the time spent
+    # compiling on this thread, and the total time of all waits.
     self._times: Any = collections.deque(maxlen=_WINDOW_STEPS + 1)
     self._batches = read_ahead(
       source,
@@ -79,13 +79,13 @@ class Infeed:
     return batch
 
   def close(self) -> None:
-    """Stops to read, and closes the source."""
+    """Stops reading and closes the source."""
     self._batches.close()
     self.source.close()  # The thread may never have started.
 
 
 def _depth(item: tuple[Any, Any]) -> int:
-  """Returns how many batches of the size of this one to hold."""
+  """Returns how many batches of this size to hold."""
   num_bytes = sum(x.nbytes for x in jax.tree.leaves(item[0]))
   return min(_MAX_HELD, _MAX_HELD_BYTES // max(1, num_bytes))
 
@@ -99,9 +99,9 @@ def read_ahead(
   stall_secs: float | None = None,
   **options: Any,
 ) -> Generator[Any, None, None]:
-  """Reads batches of `source` ahead, as `async_lib.py_prefetch` does.
+  """Reads batches of `source` ahead with `async_lib.py_prefetch`.
 
-  It warns that `who` has waited `stall_secs` for a batch.
+  It logs a warning when `who` has waited `stall_secs` for a batch.
   """
 
   def warn() -> None:
@@ -126,9 +126,9 @@ def _read(
       try:
         placed = place(batch)
       except Exception as e:
-        e.add_note(f'It is the last batch of {source.describe()}.')
+        e.add_note(f'The error is in the last batch of {source.describe()}.')
         raise
       yield placed, mark
   finally:
-    # Also here: whoever closes from outside may come while it still starts.
+    # Close it here too: `Infeed.close` may come while the source still starts.
     source.close()

@@ -1,7 +1,7 @@
-"""Inputs of anything that gives batches: iterables, generators, datasets.
+"""Turns iterables, generators and datasets into inputs.
 
-`as_input` is the entrance of the training loop: behind it, everything that
-gives batches is a `base.BaseInput`.
+The training loop passes every data source through `as_input`, which returns a
+`base.BaseInput`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,16 +18,16 @@ from jaxline.inputs import batches
 class IterableInput(base.BaseInput):
   """The batches of any iterable.
 
-  If the iterator has `get_state` and `set_state`, as Grain's have, checkpoints
-  hold its state, a pytree of arrays and plain values. Otherwise a resumed run
-  reads from the beginning again, and logs so.
+  If the iterator has `get_state` and `set_state`, as Grain's iterators have,
+  checkpoints hold its state, a pytree of arrays and plain values. Otherwise a
+  resumed run starts from the beginning and logs a warning.
 
   Attributes:
-    function: returns an iterable of batches, each a dict of arrays
-      [batch_size, ...]; the last may have fewer rows. It may take `host_index`
-      and `num_hosts`, by these names; with several hosts, it must take the
-      first.
-    batch_size: rows per batch; None is as many as each batch has.
+    function: Returns an iterable of batches, each a dict of arrays
+      [batch_size, ...]; the last may have fewer rows. It may take arguments
+      named `host_index` and `num_hosts`. On several hosts it must take
+      `host_index`.
+    batch_size: Rows per batch; None means as many as each batch has.
   """
 
   function: Callable[..., Iterable[Mapping[str, Any]]]
@@ -44,7 +44,7 @@ class IterableInput(base.BaseInput):
       self.refuse('function', f'one that takes host_index, for {count} hosts')
 
   def _draw_seed(self) -> int:
-    """Returns 0: nothing needs a seed, so no process waits for the others."""
+    """Returns 0 without waiting for other hosts, since no seed is needed."""
     return 0
 
   def _open(self) -> Any:
@@ -70,7 +70,7 @@ class IterableInput(base.BaseInput):
 
   def state_of(self, mark: Any) -> Any:
     if isinstance(mark, Mapping) and [*mark] == ['global_next_index']:
-      return {'state': mark}  # All hosts of an `ElasticIterator` share it.
+      return {'state': mark}  # The hosts of an `ElasticIterator` share it.
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,
@@ -78,23 +78,23 @@ class IterableInput(base.BaseInput):
     }
 
   def set_state(self, state: Any) -> None:
-    """Sets the state of the iterator; refuses the state of another host."""
+    """Sets the iterator's state; rejects the state of a different host."""
     got = state if isinstance(state, Mapping) else {}
     expected = self.state_of(got.get('state'))
     if any(got.get(key) != expected[key] for key in expected if key != 'state'):
       raise ValueError(
-        f'{self.name} got the state {state!r:.200}; expected that of host'
-        f' {self.infeed_host_index} of this number of hosts,'
-        f' {self.num_infeed_hosts}.'
+        f'{self.name} got the state {state!r:.200}; expected the state of host'
+        f' {self.infeed_host_index} of {self.num_infeed_hosts}. Resume on the'
+        ' same number of hosts, or start a new run.'
       )
-    # A copy, since the iterator may change what it gets.
+    # Pass a copy, since the iterator may change its argument.
     self._open().set_state(copy.deepcopy(state['state']))
     self._ended = False
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _SkippingInput(base.ResumableInput):
-  """The batches of a `tf.data.Dataset`; a resumed run reads them again."""
+  """The batches of a `tf.data.Dataset`; to resume, it skips the first ones."""
 
   dataset: Any
   batch_size: int | None = None  # type: ignore[assignment]
@@ -107,15 +107,15 @@ class _SkippingInput(base.ResumableInput):
 def as_input(
   source: Any, *, is_training: bool, shard: base.Shard | None = None
 ) -> base.BaseInput:
-  """Returns anything that gives batches as an input.
+  """Turns a source of batches into an input.
 
   Args:
-    source: an input, which is returned as it is; an iterable or iterator of
+    source: An input, which is returned unchanged; an iterable or iterator of
       dicts of arrays [B, ...], such as a Grain dataset or data loader; a
-      function that returns one; a `tf.data.Dataset` of batches that is the same
-      each time it is read.
-    is_training: whether it feeds training; else an evaluation reads all.
-    shard: the shard that the source was made for.
+      function that returns one; or a `tf.data.Dataset` of batches, which must
+      be deterministic.
+    is_training: Whether it feeds training. If not, each evaluation reads all.
+    shard: Shard that the source was made for.
   """
   if isinstance(source, base.BaseInput):
     return source
@@ -129,5 +129,5 @@ def as_input(
     return _SkippingInput(dataset=source, repeat=False, **fields)
   function = source
   if not callable(source) or hasattr(source, '__iter__'):
-    function = lambda host_index: source  # It is this host's.
+    function = lambda host_index: source  # The source has one host's rows.
   return IterableInput(function=function, **fields)

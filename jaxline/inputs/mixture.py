@@ -18,18 +18,18 @@ from jaxline.inputs import indexed
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MixtureInput(indexed.IndexedInput):
-  """A mixture of inputs whose records have numbers, in exact proportions.
+  """A mixture of `IndexedInput`s, in exact proportions.
 
-  After any number n of rows, each of k children has given n * weight of them,
-  at most one more and fewer than k less. Children repeat, since a mixture has
-  no epoch. Their rows must have the same entries, dtypes and shapes. Their
-  hosts, batch sizes and workers are not used.
+  After n rows, a child of normalized weight w, one of k, has contributed more
+  than n * w - k and at most n * w + 1 rows. Children must repeat, since a
+  mixture has no epochs. Their rows must have the same entries, dtypes and
+  shapes. The mixture ignores their hosts, batch sizes and workers.
 
   Attributes:
-    inputs: the children by name. The mixture has the first one's host, unless
-      it has one of its own.
-    weights: a positive number for each child; 1 and 3 are a quarter and three
-      quarters. Decimals are taken as they are written: 0.1 is a tenth.
+    inputs: The children by name. Unless you set the mixture's host, it is the
+      host of the first child.
+    weights: A positive number per child: 1 and 3 mean 1/4 and 3/4. Decimals
+      are exact: 0.1 means 1/10.
   """
 
   inputs: Mapping[str, base.BaseInput]
@@ -37,7 +37,7 @@ class MixtureInput(indexed.IndexedInput):
   shuffle: bool | None = False
 
   def __post_init__(self) -> None:
-    # The schedule does not depend on the order of the dict.
+    # Sort, so that the schedule does not depend on the order of the dict.
     self.inputs = dict(sorted(self.inputs.items()))
     self._children: list[Any] = list(self.inputs.values())
     if self.infeed_host_index is None and self.num_infeed_hosts is None:
@@ -45,32 +45,32 @@ class MixtureInput(indexed.IndexedInput):
       self.num_infeed_hosts = self._children[0].num_infeed_hosts
     super().__post_init__()
     if self.shuffle:
-      self.refuse('shuffle', 'False: its inputs are shuffled')
+      self.refuse('shuffle', 'False; shuffle its inputs instead')
     if self.input_random_seed is not None:
-      self.refuse('input_random_seed', 'None: its inputs have seeds')
+      self.refuse('input_random_seed', 'None; set the seeds of its inputs')
     if not self.repeat:
       self.refuse(
         'repeat',
-        'True: a mixture has no epoch. Evaluate on each of its inputs, or on'
-        ' eval_loop_num_batches batches',
+        'True, since a mixture has no epoch. Evaluate on each of its inputs, or'
+        ' on eval_loop_num_batches batches',
       )
     for name, child in self.inputs.items():
       if not (
         isinstance(child, indexed.IndexedInput)
         and child.repeat
         and child.is_training == self.is_training
-        # Else its seed would be another at each start.
+        # If only the child saved none, each start would draw a new seed.
         and child.saves_position == self.saves_position
       ):
         raise errors.UsageError(
-          f'The input {name} of {self.name}, a {type(child).__name__}, is no'
-          f' IndexedInput with repeat=True, is_training={self.is_training} and'
+          f'The input {name} of {self.name}, a {type(child).__name__}, is not'
+          f' an IndexedInput with repeat=True, is_training={self.is_training},'
           f' input_checkpointing_enabled={self.input_checkpointing_enabled}.'
-          ' Mix streams inside tf.data, SeqIO or grain.IterDataset.mix.'
+          ' Mix streams with tf.data, SeqIO or grain.IterDataset.mix.'
         )
     if set(self.weights) != set(self.inputs):
       self.refuse('weights', f'a number for each of {sorted(self.inputs)}')
-    # Integers, so that nothing is rounded after 1e15 rows.
+    # Use integers: floats would round after 1e15 rows.
     exact = [fractions.Fraction(str(self.weights[n])) for n in self.inputs]
     if min(exact) <= 0:
       self.refuse('weights', 'positive numbers')
@@ -79,7 +79,7 @@ class MixtureInput(indexed.IndexedInput):
     self._shares = [x // math.gcd(*shares) for x in shares]
 
   def num_records(self) -> int:
-    """Returns the most there can be: a mixture has one endless epoch."""
+    """Returns the largest number, since a mixture has one endless epoch."""
     return sys.maxsize
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
@@ -90,17 +90,17 @@ class MixtureInput(indexed.IndexedInput):
       dict(self._children[i].read_at(at[of == i]))
       for i in np.unique(of).tolist()
     ]
-    # The rows of each child stand together; `back` restores the order.
+    # `parts` are grouped by child; `back` restores the order of the rows.
     back = np.argsort(np.argsort(of, kind='stable'), kind='stable')
 
     def join(none: np.ndarray, *rows: np.ndarray) -> np.ndarray:
-      rows = none, *rows  # Refuses other entries, shapes and dtypes.
+      rows = none, *rows  # This checks entries, shapes and dtypes.
       return np.concatenate(rows, dtype=none.dtype, casting='no')[back]
 
     return jax.tree.map(join, self._no_rows, *parts)
 
   def _choose(self, k: int) -> tuple[int, int]:
-    """Returns the child whose row k is, and the position of the row in it."""
+    """Returns the child that gives row k, and the row's position in it."""
     left = sum(self._shares)
     now, then = k, k + 1
     for i, share in enumerate(self._shares):

@@ -1,8 +1,8 @@
 """Describes and checks an input: its batches, hosts, resuming, speed.
 
-`python -m jaxline.inputs show` prints what these functions return, and so may a
-notebook. `make_input(shard)` returns a new input, or anything that
-`iterable.as_input` takes. Without the argument `shard` it reads as one host.
+`python -m jaxline.inputs show` prints the results; you can call the functions
+from a notebook too. `make_input(shard)` returns a new input, or any value that
+`iterable.as_input` takes. If it has no argument `shard`, it reads as one host.
 A `batch` has `weights`; rows of weight 0 are padding and are not counted.
 """
 
@@ -23,21 +23,21 @@ from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.inputs import iterable
 
-# The verdict of a check: correct; for a person to judge; wrong; a number only.
+# The verdicts of a check. LOOK needs your judgment; NOTE is only information.
 OK = 'ok'
 LOOK = 'look'
 WRONG = 'WRONG'
 NOTE = ''
 
-WIDTH = 100  # Columns of what is printed.
-_MAX_PARTS = 12  # Lines of a row.
-# The entry of a batch with (epoch + 1, number) of each row's record, int64 [B,
-# 2]; zeros in padding.
+WIDTH = 100  # Columns of the output.
+_MAX_PARTS = 12  # The limit of lines for a row.
+# This entry of a batch has (epoch + 1, number) of each row's record, int64
+# [B, 2], and zeros in padding.
 _RECORDS = '_records'
 
 
 def _arrays(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns name -> array; an entry of a nested batch is 'src.ids'."""
+  """Returns the arrays by name; nested names are joined, as in 'src.ids'."""
   return {
     jax.tree_util.keystr(path, simple=True, separator='.'): np.asarray(x)
     for path, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -61,7 +61,7 @@ def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
       for key in ('paddings', 'segment_ids', base.WEIGHTS)
     )
     is_token = np.ones(ids.shape, bool)
-    # In this order: a prompt has no weight, but is not padding.
+    # Weights come last because a prompt has weight 0 but is not padding.
     if paddings is not None:
       is_token = paddings == 0
     elif segments is not None:
@@ -74,13 +74,13 @@ def _real_tokens(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def counts(batch: Mapping[str, Any]) -> dict[str, float]:
-  """Counts what is in a batch.
+  """Counts rows, tokens, weights and padding of a batch.
 
-  'rows' are those with a weight, 'all_rows' all, 'weights' their sum. 'padding'
-  is the fraction of the tokens, or else of the rows, that is padding; 'zeros'
-  is that of the weights that are 0. 'tokens', if there are entries `ids`, are
-  those that are not padding; 'trained', if weights are of tokens, counts those
-  that are not 0.
+  'rows' counts rows with a weight and 'all_rows' all rows. 'weights' is the sum
+  of weights and 'zeros' the fraction of them that are 0. 'padding' is the
+  fraction of tokens (without tokens, of rows) that are padding. If there are
+  entries `ids`, 'tokens' counts tokens without padding. If tokens have weights,
+  'trained' counts nonzero weights.
   """
   found = _arrays(batch)
   is_row, are_tokens = _real_rows(found), _real_tokens(found)
@@ -105,7 +105,7 @@ def describe(batch: Mapping[str, Any]) -> str:
   for name, x in _arrays(batch).items():
     table.append([name, ' x '.join(map(str, x.shape)), x.dtype.name])
     if x.size and x.dtype.kind not in 'OSU':
-      x = x.astype(np.float64)  # A sum in bfloat16 loses small numbers.
+      x = x.astype(np.float64)  # A sum in bfloat16 would lose small numbers.
       table[-1] += f'{x.min():.6g}', f'{x.max():.6g}', f'{x.mean():.4g}'
   columns = []
   for number, cells in enumerate(itertools.zip_longest(*table, fillvalue='')):
@@ -115,10 +115,10 @@ def describe(batch: Mapping[str, Any]) -> str:
 
 
 def digest(batches: Iterable[Mapping[str, Any]]) -> str:
-  """Returns a hash of batches, 16 letters.
+  """Returns a hash of batches, 16 hexadecimal digits.
 
-  It is the same for the same names, dtypes, shapes and values in the same
-  order, on every machine and in every process.
+  It depends only on names, dtypes, shapes, values and their order, so it is the
+  same on every machine and in every process.
   """
   hashed = hashlib.sha256()
   for batch in batches:
@@ -126,7 +126,7 @@ def digest(batches: Iterable[Mapping[str, Any]]) -> str:
     hashed.update(f'{len(named)} arrays;'.encode())
     for name, x in named.items():
       hashed.update(f'{name} {x.dtype.name} {x.shape};'.encode())
-      # The bytes of an array of objects are addresses.
+      # In an array of objects, the bytes are addresses.
       is_object = x.dtype == object
       hashed.update(repr(x.tolist()).encode() if is_object else x.tobytes())
   return hashed.hexdigest()[:16]
@@ -137,7 +137,7 @@ def texts(
 ) -> dict[str, list[str]]:
   """Returns the text of a batch's first rows, without padding.
 
-  By name of an entry 'ids' or 'tgt.ids'; empty without `ids_to_strings`.
+  Keys are entries, such as 'tgt.ids'. It is empty without `ids_to_strings`.
   """
   arrays = _arrays(batch)
   found = {}
@@ -145,7 +145,7 @@ def texts(
     length = is_token.shape[-1]
     is_token_BL = is_token.reshape(-1, length)[:num_rows]
     ids_BL = arrays[name].reshape(-1, length)[:num_rows]
-    # Up to the last token: padding may stand between tokens too.
+    # Count up to the last token, since padding may separate tokens.
     lengths = np.max(is_token_BL * np.arange(1, length + 1), axis=1, initial=0)
     key = name.rpartition('.')[0].replace('.', '/') or None
     with contextlib.suppress(NotImplementedError):
@@ -158,8 +158,8 @@ def marked_texts(
 ) -> dict[str, list[list[str]]]:
   """Returns lines of text of the first rows; text in ( ) has no weight.
 
-  They are by the name of an entry 'ids' that comes with 'labels' and weights.
-  The dict is empty if all tokens train.
+  The keys are names of entries 'ids' that come with 'labels' and weights. The
+  dict is empty if all tokens have a weight.
   """
   arrays, found = _arrays(batch), {}
   for name, is_token in _real_tokens(arrays).items():
@@ -172,7 +172,7 @@ def marked_texts(
       continue
     segments = np.zeros_like(ids) if segments is None else segments
     is_first = np.diff(segments, axis=1, prepend=-1) != 0
-    # Each label, and before a segment its first token, which is none.
+    # Keep all labels and the first id of each segment, which is not a label.
     both = [ids, labels], [is_token & is_first, is_token]
     tokens, is_kept = (np.stack(x, -1).reshape(len(ids), -1) for x in both)
     kinds = np.repeat(2 * segments + (weights != 0), 2, axis=1)
@@ -194,7 +194,7 @@ def marked_texts(
 
 
 def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
-  """Returns the hash of each row that has a weight."""
+  """Returns a hash per row with a weight."""
   arrays = _arrays(batch)
   return [
     digest([{name: x[i : i + 1] for name, x in arrays.items()}])
@@ -206,7 +206,7 @@ def _hash_rows(batch: Mapping[str, Any]) -> list[str]:
 def open_input(
   make_input: Callable[..., Any], is_training: bool, shard: base.Shard
 ) -> Iterator[base.BaseInput]:
-  """Yields the input of a shard, and closes it afterwards."""
+  """Opens the input of a shard; the context closes it."""
   if shard.count > 1 and not takes_shard(make_input):
     raise ValueError('the function that makes the input takes no `shard`')
   source = iterable.as_input(
@@ -222,7 +222,7 @@ def takes_shard(make_input: Callable[..., Any]) -> bool:
 
 
 class _Host:
-  """What one host reads: `num_batches`, or one epoch up to `max_batches`."""
+  """Reads one host's `num_batches`, or one epoch up to `max_batches`."""
 
   def __init__(
     self, source: base.BaseInput, num_batches: int, max_batches: int
@@ -231,7 +231,7 @@ class _Host:
     self.one_epoch = source.reset_for_eval or not getattr(
       source, 'repeat', True
     )
-    # Each batch adds the hashes of its rows that have a weight, and its state.
+    # Each batch adds the hashes of its rows with a weight, and its state.
     self.rows: list[list[str]] = []
     self.states: list[Any] = []
     # The `_RECORDS` of all rows, if records have numbers.
@@ -256,7 +256,7 @@ def _number_records(source: base.BaseInput) -> None:
   """Makes an input add `_RECORDS` to its batches, if records have numbers."""
   if not isinstance(source, indexed.IndexedInput):
     return
-  # Not the bound method: a worker would find `numbered` by its name.
+  # In a worker, a bound method's name would resolve to `numbered`.
   read = type(source).read
 
   def numbered(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
@@ -271,14 +271,13 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
   return list(itertools.chain.from_iterable(lists))
 
 
-# A check returns a verdict and the result in words; None if the input does not
-# make the promise.
+# A check returns a verdict and a text, or None if it does not apply.
 _OpenInput = Callable[[base.Shard], Any]
 _Result = tuple[str, str] | None
 
 
 def _check_rows(hosts: Sequence[_Host]) -> _Result:
-  """Compares the rows of all hosts: their records, or else their contents."""
+  """Compares all hosts' rows by their record numbers, or by their contents."""
   source, is_numbered = hosts[0].source, bool(hosts[0].records)
   read: list[Any] = [h.records if is_numbered else _flat(h.rows) for h in hosts]
   times = collections.Counter(_flat(read))
@@ -289,82 +288,83 @@ def _check_rows(hosts: Sequence[_Host]) -> _Result:
     kind, verb = what[is_numbered]
     return OK, f'no {kind} of {text} {verb}'
   of = ', '.join(str(i) for i, rows in enumerate(read) if again[0] in rows)
-  text = f'of {text}, {len(again)} are read again, one of them by host {of}'
+  text = f'of {text}, {len(again)} are read more than once, one by host {of}'
   if is_numbered:
     epoch, record = again[0]
     return WRONG, f'{text}: {source.describe_record(record, epoch - 1)}'
   if any(read.count(rows) > 1 and len(set(rows)) > 1 for rows in read):
     return WRONG, f'{text}; some hosts read the same rows in the same order'
-  text += '; the data has them, or begins again, or hosts read the same'
+  text += '; the data repeats them or starts over, or hosts read the same rows'
   return LOOK, text
 
 
 def _check_epoch(
   hosts: Sequence[_Host], totals: Mapping[str, float]
 ) -> _Result:
-  """Compares the numbers of batches of the hosts, if any has ended."""
+  """Compares the number of batches per host, if any host has ended."""
   lengths = [f'{len(h.rows)}{"" if h.ended else " or more"}' for h in hosts]
   if not any(host.ended for host in hosts):
     text = f'not compared: each host has {lengths[0]} batches'
     return (LOOK, text) if hosts[0].one_epoch else None
   if len(set(lengths)) > 1:
     return WRONG, (
-      f'the hosts have {", ".join(lengths)} batches; those with more would wait'
-      ' for ever. Fill up with rows of weight 0'
+      f'the hosts have {", ".join(lengths)} batches; hosts with more would wait'
+      ' forever. Add batches of rows with weight 0'
     )
   if not totals['batches']:
     return WRONG, 'there is no data'
   text = (
-    f'{lengths[0]} batches on each host; in all, {totals["rows"]:,} rows of'
-    f' {totals["all_rows"]:,}, and weights of {totals["weights"]:,.10g}'
+    f'{lengths[0]} batches on each host; {totals["rows"]:,} of'
+    f' {totals["all_rows"]:,} rows are real, total weight'
+    f' {totals["weights"]:,.10g}'
   )
   if not hosts[0].records:
     return OK, text
   total = hosts[0].source.num_records()
   left = total - len(set(_flat(host.records for host in hosts)))
-  text += f'; {total:,} records, of which {left} are not read'
+  text += f'; {total - left:,} of {total:,} records were read'
   return WRONG if left else OK, text
 
 
 def _check_resume(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
-  """Continues as the last host from its states."""
+  """Continues from states of the last host."""
   host = hosts[-1]
   if not host.rows:
     return LOOK, 'there is no data'
   if not host.states:
     if host.one_epoch:
-      return OK, 'begins anew with each evaluation'
-    return LOOK, 'its position is not saved: a resumed run reads other data'
-  # From the middle, like a run that was killed; then back, like a run that
-  # takes an older checkpoint.
+      return OK, 'starts over in each evaluation'
+    return LOOK, 'its position is not saved: a resumed run reads different data'
+  # Start in the middle, like a run that was killed. Then go back, like a run
+  # that falls back to an older checkpoint.
   middle = (len(host.states) + 1) // 2
   with open_shard(base.Shard(len(hosts) - 1, len(hosts))) as source:
     for start in (middle, 1):
       if problem := _continue(source, [host], start):
         return WRONG, f'a new input {problem}'
-  text = f'a new input goes on exactly, after {middle} batches and after 1'
+  text = f'a new input resumes exactly after {middle} batches and after 1'
   if host.rows.count(host.rows[0]) == len(host.rows):
-    return LOOK, f'{text}; but all batches are the same, so this tells nothing'
+    return LOOK, f'{text}; but all batches are equal, so this proves nothing'
   return OK, text
 
 
 def _check_position(hosts: Sequence[_Host], open_shard: _OpenInput) -> _Result:
-  """Compares the hosts' states, and continues as one host from them."""
+  """Compares the states of the hosts, and continues from them as one host."""
   states = hosts[0].states
   if not (hosts[1:] and states and hosts[0].source.ANY_NUMBER_OF_HOSTS):
     return None
   if any(host.states != states for host in hosts):
-    return WRONG, 'not the same on all hosts, against ANY_NUMBER_OF_HOSTS'
+    return WRONG, 'differs between hosts, although ANY_NUMBER_OF_HOSTS is True'
   with open_shard(base.Shard(0, 1)) as source:
     if problem := _continue(source, hosts, (len(states) + 1) // 2):
       return WRONG, f'one host instead of {len(hosts)} {problem}'
-  return OK, 'the same on all hosts, and one host goes on from it'
+  return OK, 'the same on all hosts, and one host continues from it'
 
 
 def _continue(
   source: base.BaseInput, hosts: Sequence[_Host], start: int
 ) -> str:
-  """Returns '' if an input continues, as one host, as the hosts have read."""
+  """Returns '' if an input continues like the hosts, or a problem."""
   try:
     source.set_state(hosts[0].states[start - 1])
   except Exception as e:
@@ -372,16 +372,16 @@ def _continue(
   parts = (host.rows[start:] for host in hosts)
   want = list(map(_flat, itertools.zip_longest(*parts, fillvalue=())))
   got: Iterator[Any] = map(_hash_rows, source)
-  if len(hosts) > 1:  # Batches of another size have the same rows.
+  if len(hosts) > 1:  # The sizes of the batches differ, so compare rows.
     want, got = _flat(want), itertools.chain.from_iterable(got)
-  # If the data has ended, it must end here too.
+  # If the hosts' data has ended, this input must end too.
   if list(itertools.islice(got, len(want) + hosts[0].ended)) == want:
     return ''
-  return f'reads other rows after {start} batches, or in another order'
+  return f'reads different rows, or in a different order, after {start} batches'
 
 
 class Finding(NamedTuple):
-  """The result of one check; `name` is also 'hosts', 'padding' or 'speed'."""
+  """The result of a check, or a note named 'hosts', 'padding' or 'speed'."""
 
   name: str
   verdict: str
@@ -397,7 +397,7 @@ class Finding(NamedTuple):
 
 
 class InputReport(NamedTuple):
-  """What `check` found; each host has read `num_batches`."""
+  """The result of `check`, which read `num_batches` as each host."""
 
   num_batches: int
   digests: tuple[str, ...]
@@ -405,7 +405,7 @@ class InputReport(NamedTuple):
 
   @property
   def ok(self) -> bool:
-    """Whether nothing is wrong."""
+    """Whether no check found an error."""
     return all(finding.verdict != WRONG for finding in self.findings)
 
   def __str__(self) -> str:
@@ -424,16 +424,16 @@ def check(
   max_batches: int = 1000,
   seconds: float = 1.0,
 ) -> InputReport:
-  """Tests what every input promises.
+  """Tests the guarantees of an input.
 
   Args:
-    make_input: see the top of this module.
-    is_training: whether it feeds training, if the input does not say.
-    num_hosts: how many hosts to read as, one after the other. An input that
-      refuses with a ValueError is checked as the input of one host.
-    num_batches: how many batches of each.
-    max_batches: how many instead, at most, of an input of one epoch.
-    seconds: how long to measure the speed.
+    make_input: See the top of this module.
+    is_training: Whether it feeds training; unused for a `BaseInput`.
+    num_hosts: Number of hosts to simulate, one after the other. If the input
+      raises a ValueError for them, one host is simulated.
+    num_batches: Number of batches to read as each host.
+    max_batches: Limit on the batches of an input of one epoch.
+    seconds: Time for which to measure the speed.
   """
   open_shard = functools.partial(open_input, make_input, is_training)
   findings, hosts = [], []
@@ -474,7 +474,7 @@ def check(
 def _measure(
   source: base.BaseInput, seconds: float, totals: Mapping[str, float]
 ) -> str:
-  """Reads for some seconds; returns the tokens, rows, batches per second."""
+  """Reads for some seconds; describes tokens, rows and batches per second."""
   start = time.perf_counter()
   next(source, None)
   first = last = time.perf_counter()
@@ -487,5 +487,5 @@ def _measure(
     if count and totals[name]
   ]
   text = ', '.join(speeds) or 'not measured'
-  # The first one opens files and starts workers.
+  # The first batch takes longer: it opens files and starts workers.
   return f'{text}; the first batch after {first - start:.2f} s'

@@ -3,27 +3,26 @@
   data = text.TextInput(files='stdlib', batch_size=8, length=256)
   print(*data.ids_to_strings(next(data)['ids'], [256] * 8), sep='\n---\n')
 
-A document is a file, or a line of a file. Its tokens are the document token and
-those of its text; the documents of a split, sorted by name, form one stream.
-
-`packing` defines a row:
+A document is a file or a part of a file, such as a line. Its tokens are the
+document token, followed by the tokens of its text. The documents of a split,
+sorted by name, form one stream. `packing` defines a row:
 
   stream  the next L tokens of the stream, across documents
   packed  the same, with `segment_ids` and `segment_pos` to separate documents
-  padded  one document from its beginning; a long one continues in another row
+  padded  one document from its beginning; a long one continues in the next row
 
 A batch has these arrays, each of shape [B, L]:
 
   ids          int32    the tokens that the model reads
-  labels       int32    the tokens that it predicts: the stream, shifted by one
+  labels       int32    the tokens to predict: the stream, shifted by one
   weights      float32  1 where the label is text, else 0
   segment_ids  int32    packed: the documents of a row, 1, 2, ...; 0 for padding
   segment_pos  int32    packed: the position, from 0, within the document's part
                         in this row
   paddings     float32  padded: 1 for padding, else 0
 
-so that, for bytes, `sum(weights * nats) / sum(weights) / log(2)` is the bits
-per byte. The model reads the document token but never predicts it.
+With bytes as tokens, `sum(weights * nats) / sum(weights) / log(2)` is the
+number of bits per byte. The model never predicts the document tokens it reads.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.
@@ -46,7 +45,7 @@ from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 
-# Of the tokenizer 'bytes'.
+# These are the values of the tokenizer 'bytes'.
 DOCUMENT_TOKEN = tokenization.DOCUMENT_TOKEN
 VOCABULARY_SIZE = tokenization.VOCABULARY_SIZE
 decode = tokenization.BYTES.decode
@@ -69,28 +68,28 @@ def load_corpus(
 ) -> Corpus:
   """Returns the tokens of text files, split; makes them if they are not cached.
 
-  The hash of a document's name alone decides whether it is held out: the split
-  is the same on every machine and does not change when files are added. Each
-  part has at least one document. Of a file alone, the end is held out.
+  A hash of its name decides whether a document is held out, so the split is the
+  same on every machine and adding files moves no document. Each part has at
+  least one document. If there is only one file, its end is held out.
 
   Args:
-    files: 'stdlib', the source text of the running Python's standard library
-      without its tests; or a folder, for all text files below it that are not
-      hidden; or a file; or a glob such as 'notes/**/*.md'; or a list of these.
-      Links are followed, to each folder once. Text is UTF-8, or UTF-16 with a
-      byte order mark. A file of which more than 1% is neither is left out.
-      Files that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A file
-      '.tokens' of a `cache_dir`, maybe in a bucket, is taken as it is.
-    eval_fraction: the fraction of the documents to hold out, between 0 and 1.
-    tokenizer: as for `tokenization.load_tokenizer`.
-    documents: what a document is: 'file'; 'line', each line that is not empty,
-      with the name 'path:line'; 'jsonl', an entry of each line; 'rows', an
-      entry of each row of '.parquet' and '.arrow'; or 'split:' and the text
-      that separates documents.
-    cache_dir: where tokens are kept; None is '~/.cache/jaxline/tokens', or
-      below XDG_CACHE_HOME if that is set.
-    text_key: the entry with the text of each line of 'jsonl' or 'rows'. Those
-      where it is null are left out; more than 1% of them are refused.
+    files: 'stdlib' (the source of the running Python's standard library,
+      without its tests), a folder (all text files below it that are not
+      hidden), a file, a glob such as 'notes/**/*.md', or a list of these. Links
+      are followed, to each folder once. Text is UTF-8, or UTF-16 with a byte
+      order mark. A file of which more than 1% is neither is left out. Files
+      that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A '.tokens' file
+      from a `cache_dir`, maybe in a bucket, is used directly.
+    eval_fraction: Fraction of the documents to hold out, between 0 and 1.
+    tokenizer: As for `tokenization.load_tokenizer`.
+    documents: How to cut files into documents: 'file'; 'line' (each nonempty
+      line, named 'path:line'); 'jsonl' (an entry of each line); 'rows' (an
+      entry of each row of '.parquet' and '.arrow'); or 'split:' followed by the
+      text that separates documents.
+    cache_dir: Folder for the tokens. None means '~/.cache/jaxline/tokens', or
+      'jaxline/tokens' below XDG_CACHE_HOME if it is set.
+    text_key: Entry of a 'jsonl' line or a row that holds the text. Lines whose
+      entry is null are left out; more than 1% of such lines are an error.
   """
   if not 0 < eval_fraction < 1:
     raise errors.UsageError(
@@ -116,24 +115,24 @@ def load_corpus(
 class TextInput(indexed.IndexedInput):
   """Rows of tokens of text files; see the top of this module.
 
-  Training ('stream' and 'packed'): each epoch cuts the stream, as a circle,
-  into consecutive windows from another offset, and leaves out the last N mod L
-  tokens. In evaluation the windows begin with the stream, and each token of
+  With 'stream' and 'packed', each training epoch starts at a new offset, wraps
+  around, cuts the stream into windows of L tokens and drops the remaining
+  N mod L. Evaluation starts at the beginning of the stream, and each token of
   text is a label once.
 
-  'padded' rows are the same in every epoch: a document of T tokens of text has
-  ceil(T / L) rows. Document tokens of weight 0 fill rows up.
+  With 'padded', all epochs have the same rows: a document whose text has T
+  tokens has ceil(T / L) rows, padded with document tokens of weight 0.
 
   Attributes:
-    documents: a split of `load_corpus`; or, with `files`, what a document is,
-      of the split that `is_training` names. Afterwards the documents.
-    files, eval_fraction, tokenizer, cache_dir, text_key: the arguments of
-      `load_corpus`; None is its default. All None if `documents` is a split.
-      Afterwards `tokenizer` is the tokenizer.
-    length: L, tokens of a row.
-    packing: what a row is: 'stream', 'packed' or 'padded'.
-    max_batches: global batches of an evaluation epoch at most: always the same
-      rows, at equal distances over the whole split. None is all.
+    documents: A split from `load_corpus`, or, with `files`, the `documents`
+      argument of `load_corpus`. After construction: the split that is read.
+    files, eval_fraction, tokenizer, cache_dir, text_key: Passed to
+      `load_corpus`; None means its default. Leave them None if `documents` is
+      a split. After construction, `tokenizer` is the loaded tokenizer.
+    length: L, the tokens per row.
+    packing: 'stream', 'packed' or 'padded'.
+    max_batches: Limit on global batches per evaluation epoch. The same evenly
+      spaced rows of the split are used every time. None means no limit.
   """
 
   documents: Documents | str = 'file'
@@ -153,7 +152,7 @@ class TextInput(indexed.IndexedInput):
     self.check_integer('length')
     self.check_integer('max_batches', or_none=True)
     if self.is_training and self.max_batches is not None:
-      self.refuse('max_batches', 'None, since training sees all of the text')
+      self.refuse('max_batches', 'None, since training reads all of the text')
     self._documents = self.documents = self._load()
     self.tokenizer = self._documents.tokenizer
     num_tokens = self._documents.tokens.size
@@ -165,7 +164,7 @@ class TextInput(indexed.IndexedInput):
       self.set_num_rows(-((1 - num_tokens) // self.length))
 
   def set_num_rows(self, num_rows: int) -> None:
-    """Sets how many rows there are, of which `max_batches` may take some."""
+    """Sets the number of rows, from which `max_batches` may select some."""
     self._num_rows = self._num_records = num_rows
     if self.max_batches is not None:
       most = self.max_batches * self.get_global_batch_size()
@@ -177,19 +176,19 @@ class TextInput(indexed.IndexedInput):
     given = {key: x for key, x in given.items() if x is not None}
     if isinstance(self.documents, Documents):
       for key in given:
-        self.refuse(key, 'None, since documents are tokens of some files')
+        self.refuse(key, 'None, since `documents` has tokens already')
       return self.documents
     if self.files is None:
-      self.refuse('files', 'files, or documents: a split of load_corpus()')
+      self.refuse('files', 'files; or set documents to a load_corpus() split')
     corpus = load_corpus(documents=self.documents, **given)
     return corpus.train if self.is_training else corpus.eval
 
   @functools.cached_property
   def _first_rows(self) -> np.ndarray:
-    """For 'padded': documents[i] has rows [first[i], first[i + 1]); [D + 1]."""
+    """With 'padded', document i has rows [first[i], first[i + 1]); [D + 1]."""
     documents = self._documents
     sizes = np.diff(documents.starts, append=documents.tokens.size)
-    # The first token of a document is no label.
+    # A document's first token is not a label.
     return np.append(0, np.cumsum(-((1 - sizes) // self.length)))
 
   def num_records(self) -> int:
@@ -199,7 +198,7 @@ class TextInput(indexed.IndexedInput):
     tokens, length = self._documents.tokens, self.length
     filler = self._documents.tokenizer.document_id
     starts, sizes = self._spans(records, epochs)
-    # A view of all windows: three times as fast as a loop over slices.
+    # A view of all windows is three times as fast as a loop over slices.
     shape = max(0, tokens.size - length), length + 1
     windows = np.ndarray(
       shape, tokens.dtype, tokens, strides=tokens.strides * 2
@@ -221,7 +220,7 @@ class TextInput(indexed.IndexedInput):
       return batch
     ids_BL = batch['ids']
     is_filler_BL = np.arange(length) >= sizes
-    # No label follows the last token, so that it need not be read.
+    # The last token predicts no label, so it need not be read.
     np.copyto(ids_BL, filler, where=is_filler_BL)
     if self.packing == 'padded':
       batch['paddings'] = is_filler_BL.astype(np.float32)
@@ -240,7 +239,7 @@ class TextInput(indexed.IndexedInput):
   def _spans(
     self, records: np.ndarray, epochs: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray | int]:
-    """Returns where rows begin, [b], and how many labels they have: [b, 1]."""
+    """Returns the start of each row, [b], and its number of labels, [b, 1]."""
     documents, rows = self._documents, records
     if self._num_records < self._num_rows:
       rows = records * self._num_rows // self._num_records
@@ -263,16 +262,16 @@ class TextInput(indexed.IndexedInput):
     return starts, np.minimum(stops - starts - 1, self.length)[:, None]
 
   def describe(self) -> str:
-    """Returns the size of the text and its largest documents, in lines."""
+    """Returns lines with the size of the text and its largest documents."""
     return self._documents.totals()
 
   def describe_record(self, record: int, epoch: int) -> str:
     starts = self._documents.starts
     (start,), _ = self._spans(np.array([record]), np.array([epoch]))
-    # NumPy's search would copy this column of a map.
+    # NumPy's search would copy this column of the mapped file.
     document = bisect.bisect_right(starts, start) - 1
     place = max(0, start - starts[document] - 1)
-    return f'{self._documents.names[document]}, from token {place} on'
+    return f'{self._documents.names[document]}, starting at token {place}'
 
   def data_identity(self) -> dict[str, Any]:
     return {
@@ -293,11 +292,11 @@ class TextInput(indexed.IndexedInput):
 
   def __getstate__(self) -> dict[str, Any]:
     state = super().__getstate__()
-    state.pop('_first_rows', None)  # Large, and quickly made again.
+    state.pop('_first_rows', None)  # It is large and quickly made again.
     return state
 
 
 @functools.lru_cache(maxsize=64)
 def _epoch_offset(seed: int, epoch: int, num_tokens: int) -> int:
-  """Returns where an epoch begins to cut the stream into windows."""
+  """Returns the offset of an epoch's first window in the stream."""
   return text_files.stable_hash(f'offset/{seed}/{epoch}') % num_tokens

@@ -1,7 +1,7 @@
-"""Finds text files, and reads their documents as pieces to be tokenized.
+"""Finds text files and reads their documents in pieces for the tokenizer.
 
-A document is cut only where its tokens stay the same (`Tokenizer.find_cuts`),
-so that a file of any size takes little memory.
+The pieces let a file of any size fit into little memory. A document is cut only
+where the cut does not change its tokens (`Tokenizer.find_cuts`).
 """
 
 import codecs
@@ -30,15 +30,15 @@ from jaxline.inputs import tokenization
 
 Path = str | os.PathLike[str]
 
-# What a document can be.
+# These are the ways to cut files into documents.
 KINDS = ('file', 'line', 'jsonl', 'rows', 'split:SEPARATOR')
-# A file may have this share of bytes that are not text, a corpus of nulls.
+# Limits the share of bytes of a file that are not text, and of null entries.
 MAX_SHARE = 0.01
 
-_BINARY_PROBE_BYTES = 8000  # Git looks at as many.
-_BLOCK_BYTES = 2**20  # To read at once.
-_LONG_BYTES = 2**23  # A document so long needs a gigabyte if it is not cut.
-_PIECE_BYTES = 2**16  # One of 1 MiB takes SentencePiece twice as long.
+_BINARY_PROBE_BYTES = 8000  # Git probes the same number of bytes.
+_BLOCK_BYTES = 2**20  # Files are read in blocks of this size.
+_LONG_BYTES = 2**23  # Tokenizing this many in one piece takes a gigabyte.
+_PIECE_BYTES = 2**16  # SentencePiece takes twice as long for 1 MiB at once.
 _BOMS = (
   (codecs.BOM_UTF8, 'utf-8'),
   (codecs.BOM_UTF16_LE, 'utf-16-le'),
@@ -53,8 +53,8 @@ _PACKINGS = {
 _TABLES = ('.parquet', '.arrow')
 _CONTROLS = bytes({*range(32), 127} - {*b'\b\t\n\v\f\r\x1b'})
 _NOT_HIDDEN = re.compile(r'[^.].*', re.DOTALL)
-# The tests are larger than the library and mostly tables. Python's build writes
-# `config-*` and `_sysconfigdata*`, which differ between machines.
+# Skip the tests, which are larger than the library and mostly tables, and the
+# output of Python's build, which differs between machines.
 _STDLIB_FOLDERS = re.compile(
   r'(?!(tests?|idle_test|(site|dist)-packages|__pycache__|config-.*)$).*'
 )
@@ -62,26 +62,26 @@ _STDLIB_FILES = re.compile(r'(?!_sysconfigdata)[^.].*\.py')
 
 
 class Source(NamedTuple):
-  """A file of a corpus: its name there, its path, whether to skip binaries."""
+  """A file of a corpus."""
 
-  name: str
+  name: str  # Its name in the corpus.
   path: str
-  text_only: bool
+  text_only: bool  # Whether to skip binary files.
 
 
 class Piece(NamedTuple):
-  """A part of a document, which begins at a line; 0 for all of a file."""
+  """A part of a document."""
 
   file: int
   number: int  # It counts the pieces of this file.
-  line: int
-  begins: bool  # Whether it is the document's first.
-  hash: int  # Decides on the split.
+  line: int  # The document begins here; 0 if it is the whole file.
+  begins: bool  # Whether it is the first piece of its document.
+  hash: int  # Its document's hash, which selects the split.
   text: bytes
 
 
 def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
-  """Returns all files, sorted by name; and by name what to know of links."""
+  """Returns all files, sorted by name, and notes on links, by path."""
   entries = [files] if isinstance(files, str | os.PathLike) else files
   sources: dict[str, Source] = {}
   notes: dict[str, str] = {}
@@ -93,7 +93,7 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
       paths = _walk(root, _STDLIB_FOLDERS, _STDLIB_FILES)
     elif is_folder := os.path.isdir(root):
       paths = _walk(root, _NOT_HIDDEN, _NOT_HIDDEN, notes)
-    elif os.path.exists(root):  # Even if it looks like a pattern.
+    elif os.path.exists(root):  # Its name may look like a pattern.
       paths, root = iter([root]), os.path.dirname(root)
     else:
       pattern = root
@@ -103,14 +103,14 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
       paths = _glob(pattern, notes)
     if not (found := sorted(filter(_is_file, paths))):
       raise errors.UsageError(
-        f'No files found: looked for {entry}; expected "stdlib", a folder, a'
+        f'No files found for {entry}; expected "stdlib", a file, a folder, a'
         ' glob, or a list of these.'
       )
     for path in found:
       name = pathlib.Path(os.path.relpath(path, root or '.')).as_posix()
       # Two folders may contain the same file name.
       name = f'../{number}/{name}' if number else name
-      # Read a file that has two names once: the second could be held out.
+      # Read a file with two names only once: the second could be held out.
       sources.setdefault(os.path.realpath(path), Source(name, path, is_folder))
   return sorted(sources.values()), notes
 
@@ -118,9 +118,9 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
 def _is_file(path: str) -> bool:
   try:
     return stat.S_ISREG(os.stat(path).st_mode)
-  except PermissionError as e:  # The folder above it may be listed only.
+  except PermissionError as e:  # Its folder can only be listed.
     raise refuse(path, e) from e
-  except OSError:  # A link to nothing.
+  except OSError:  # It is a broken link.
     return False
 
 
@@ -132,15 +132,15 @@ def _walk(
 ) -> Iterator[str]:
   """Yields the files below a folder whose names match, or raises UsageError.
 
-  With `notes` it follows links, each folder once: at last, so that a link to a
-  folder renames nothing there. Without `files` it yields the folders.
+  With `notes` it follows links, to each folder once. Links come last, so that a
+  link to a folder does not rename its files. Without `files` it yields folders.
   """
 
   def fail(error: OSError) -> NoReturn:
     raise refuse(error.filename, error) from error
 
   seen, links, num_followed = set(), [folder], 0
-  for root in links:  # It grows.
+  for root in links:  # The list grows in this loop.
     for path, below, names in os.walk(root, onerror=fail):
       is_new = (real := os.path.realpath(path)) not in seen
       seen.add(real)
@@ -153,7 +153,7 @@ def _walk(
         linked = [*filter(os.path.islink, linked)]
         links += filter(os.path.isdir, linked)
         for link in itertools.filterfalse(os.path.exists, linked):
-          notes[link] = 'a link to nothing'
+          notes[link] = 'a broken link'
         num_followed += sum(map(os.path.exists, linked))
         if num_followed:
           notes[folder] = f'{num_followed} links followed, each folder once'
@@ -164,7 +164,7 @@ def _walk(
 
 
 def _glob(pattern: str, notes: dict[str, str]) -> Iterator[str]:
-  """Yields the files that match a pattern, without loops of links."""
+  """Yields the files that match a pattern; does not follow loops of links."""
   if not (match := re.match(r'((?:.*?/)??)\*\*(?:/(.*)|$)', pattern, re.S)):
     yield from glob.glob(pattern)
     return
@@ -175,7 +175,7 @@ def _glob(pattern: str, notes: dict[str, str]) -> Iterator[str]:
 
 
 def stable_hash(key: str) -> int:
-  """Returns 64 bits that are the same in every process and version."""
+  """Returns a hash of 64 bits that all processes and versions share."""
   digest = hashlib.sha256(key.encode(errors='surrogateescape')).digest()
   return int.from_bytes(digest[:8], 'big')
 
@@ -187,11 +187,11 @@ def name_document(file: str, line: int) -> str:
 
 @dataclasses.dataclass
 class Reader:
-  """Reads documents; `notes` names the files that it left out and says why.
+  """Reads documents; `notes` has the reason why a file was left out, by file.
 
   Attributes:
-    nulls: the number of lines without text, by file.
-    file, done_bytes: which file is read, and how much of it on disk.
+    nulls: The number of lines without text, by file.
+    file, done_bytes: Index of the current file, and its bytes read from disk.
   """
 
   sources: Sequence[Source]
@@ -205,7 +205,7 @@ class Reader:
   done_bytes: int = 0
 
   def read(self, file: int = 0, number: int = 0) -> Iterator[Piece]:
-    """Yields the pieces of all files, from a piece of a file on."""
+    """Yields the pieces of all files, from piece `number` of `file`."""
     for i in range(file, len(self.sources)):
       self.file = i
       pieces = self._read_file(i)
@@ -218,7 +218,7 @@ class Reader:
     try:
       blocks, size = self._check(self.sources[file])
       is_alone = len(self.sources) == 1 and self.kind == 'file'
-      if is_alone:  # Hold out its end. Others are chosen by their names.
+      if is_alone:  # Hold out its end. Several files are split by their names.
         texts = _split_at(blocks, int(size * (1 - self.eval_fraction)), size)
       elif self.kind == 'file':
         texts = ((0, block) for block in blocks)
@@ -240,9 +240,9 @@ class Reader:
       raise refuse(path, e) from e
 
   def _check(self, source: Source) -> tuple[Iterable[Any], int]:
-    """Returns the blocks of a file and their size; 0 if it is left out.
+    """Returns the blocks of a file and its size; no block if it is left out.
 
-    A table has the texts of its rows as blocks.
+    The blocks of a table are the texts of its rows, and its size is 0.
     """
     is_table = source.path.lower().endswith(_TABLES)
     if is_table and self.kind == 'rows':
@@ -261,7 +261,7 @@ class Reader:
     for block in itertools.chain(first, () if is_binary else blocks):
       size += len(block)
       wrong += decoder.decode(block).count('\ufffd')
-      wrong -= block.count('\ufffd'.encode())  # The text has it.
+      wrong -= block.count('\ufffd'.encode())  # U+FFFD in the text is valid.
       wrong += len(block) - len(block.translate(None, _CONTROLS))
     if wrong > size * MAX_SHARE or is_binary:
       why = f'{wrong / size:.1%} is not text in UTF-8 or UTF-16'
@@ -296,7 +296,7 @@ class Reader:
     with pyarrow.OSFile(path) as raw:
       batches: Iterable[Any]
       if path.lower().endswith('.parquet'):
-        # Page by page: a group of rows may be the whole file.
+        # Read page by page, since a row group may be the whole file.
         file = parquet.ParquetFile(
           raw, buffer_size=_BLOCK_BYTES, pre_buffer=False
         )
@@ -305,7 +305,7 @@ class Reader:
       else:
         batches = reader = pyarrow.ipc.open_stream(raw)
         schema = reader.schema
-      note = ' `text_key` names it.'
+      note = ' Set `text_key` to the column of the text.'
       errors.check_names([self.text_key], schema.names, 'column', path, note)
       for batch in batches:
         self.done_bytes = raw.tell()
@@ -329,22 +329,22 @@ class Reader:
           if value is None:
             self.nulls[source.name] = self.nulls.get(source.name, 0) + 1
             continue
-          # JSON can hold halves of characters, which UTF-8 cannot.
+          # JSON can hold half a surrogate pair, which UTF-8 cannot.
           text = str.encode(value, errors='replace')
-        except Exception as e:  # Whatever the row holds.
+        except Exception as e:  # The row may hold any value.
           raise errors.UsageError(
             f'{source.path}:{number} cannot be read as {self.kind!r} ({e!r}):'
-            f' {row!r:.80}. Expected a string as {self.text_key!r} of an'
-            ' object; `text_key` names another one.'
+            f' {row!r:.80}. Expected an object with a string'
+            f' {self.text_key!r}, or set `text_key` to the key of the text.'
           ) from e
       if text:
         yield number, text
 
   def _cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Cuts a document where its tokens stay the same."""
+    """Cuts a document at places that do not change its tokens."""
     left = bytearray()
     for block in blocks:
-      known = max(0, len(left) - 4)  # Before it there is no cut.
+      known = max(0, len(left) - 4)  # There is no cut before this place.
       left += block
       if len(left) <= _PIECE_BYTES:
         continue
@@ -352,8 +352,8 @@ class Reader:
       if not cuts.size:
         if len(left) - len(block) <= _LONG_BYTES < len(left):
           logging.warning(
-            '%s has a document that is tokenized whole, in up to 150 times its'
-            ' size in memory: no place to cut is known for %s.',
+            '%s has a document that is tokenized in one piece, which takes up'
+            ' to 150 times its size in memory: the tokenizer %s cannot cut it.',
             *(self.sources[self.file].path, self.tokenizer.identity),
           )
         continue
@@ -368,16 +368,16 @@ class Reader:
 
 
 def refuse(path: str, error: Exception) -> errors.UsageError:
-  """Returns an error for a file or a folder that cannot be read."""
+  """Makes the error for a file or folder that cannot be read."""
   why = getattr(error, 'strerror', None) or repr(error)
   return errors.UsageError(
-    f'{path} cannot be read: {why}. Make it readable, or name other files in'
+    f'{path} cannot be read: {why}. Make it readable, or remove it from'
     ' `files`.'
   )
 
 
 def _unpack(path: str, raw: Any) -> Any:
-  """Returns the content of a file; the end of its name tells the packing."""
+  """Returns a file that unpacks `raw`, by the suffix of `path`."""
   module = _PACKINGS.get(os.path.splitext(path)[1].lower())
   if not module:
     return raw
@@ -391,13 +391,13 @@ def _unpack(path: str, raw: Any) -> Any:
 
 
 def _split(blocks: Iterable[bytes], mark: bytes) -> Iterator[tuple[int, bytes]]:
-  """Yields what stands between marks in parts, with its number from 1 on."""
+  """Yields (number, part) of the texts between marks, counted from 1."""
   number, left = 1, b''
   for block in blocks:
     *ended, left = (left + block).split(mark)
     yield from enumerate(ended, number)
     number += len(ended)
-    known = max(0, len(left) - len(mark) + 1)  # Then a mark may begin.
+    known = max(0, len(left) - len(mark) + 1)  # A mark may begin here.
     yield number, left[:known]
     left = left[known:]
   yield number, left
@@ -411,10 +411,10 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 def _split_at(
   blocks: Iterable[bytes], place: int, size: int
 ) -> Iterator[tuple[int, bytes]]:
-  """Yields a text with the line where its part begins: 0, then another.
+  """Splits a text in two; yields (line where its part begins or 0, block).
 
-  The second part begins at the end of a line near `place`, or else of a
-  character.
+  The second part begins after the end of a line near `place`. If there is none,
+  it begins after the end of a character.
   """
   line, done, num_lines = 0, 0, 1
   for block in blocks:

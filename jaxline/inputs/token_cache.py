@@ -1,18 +1,18 @@
 """Tokenizes a corpus once and maps its tokens from disk.
 
-All tokens of a corpus are one file, <cache_dir>/<key>.tokens:
+All tokens of a corpus are in one file, <cache_dir>/<key>.tokens:
 
-  place of the header                    int64
+  offset of the header                   int64
   documents of 'train', then of 'eval'   start, file, line: int64 [D, 3]
   tokens of 'train', then of 'eval'      uint16 or uint32 [N]
   header                                 JSON
 
-`key` is a hash of the tokenizer, the kind of documents, the fraction that is
-held out, and the names, paths, sizes and times of the text files.
+`key` is a hash of the tokenizer, the kind of documents, the held-out fraction,
+and the names, paths, sizes and times of the text files.
 
-One process makes it, and the others wait. It writes <key>.parts/<number>.npz, a
-few megabytes of text each, renamed into place once complete: after a kill, all
-parts but the last one are there. Then it joins them.
+One process makes the file, and the others wait. It writes parts of a few
+megabytes of text, <key>.parts/<number>.npz, and renames each into place, so a
+kill loses at most the last part. Then it joins the parts.
 
 Shapes: N tokens of a split, D documents, P pieces of a part.
 """
@@ -43,9 +43,9 @@ from jaxline.inputs import tokenization
 
 _FORMAT = 8
 _BATCH_BYTES = 2**21  # Text of a part, which several threads tokenize.
-_DOWNLOAD_BYTES = 2**25  # To read from a bucket at once.
+_DOWNLOAD_BYTES = 2**25  # A bucket is read in ranges of this size.
 _PROGRESS_SECS = 10.0
-_MAX_NAMED = 5  # Files and documents that are printed.
+_MAX_NAMED = 5  # Limit of files and documents to print.
 
 
 class _Names(Sequence[str]):
@@ -71,13 +71,13 @@ class Documents:
   """Documents, sorted by name, as one stream of tokens.
 
   Attributes:
-    names: the path of each document's file relative to the folder that was
-      read; a line adds ':' and its number.
-    tokens: each document's document token and its text, uint16 or uint32 [N].
-    starts: the place of each document token, int64 [D].
-    sha256: the hash of the tokens.
-    num_bytes: the length of the text.
-    notes: what to know about files that were left out, by name.
+    names: Path of each document's file, relative to the folder that was read.
+      A document that is a line adds ':' and its number.
+    tokens: Document token and text of each document, uint16 or uint32 [N].
+    starts: Index of each document token, int64 [D].
+    sha256: Hash of the tokens.
+    num_bytes: Length of the text.
+    notes: Reasons why files were left out, and notes on links, by name.
   """
 
   names: Sequence[str] = dataclasses.field(repr=False)
@@ -87,13 +87,13 @@ class Documents:
   num_bytes: int
   tokenizer: tokenization.Tokenizer = tokenization.BYTES
   notes: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
-  # The arguments of `_open` for tokens that are mapped.
+  # The arguments of `_open`, for tokens that are mapped from a file.
   _origin: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
   def data(self) -> bytes:
-    """Returns the text of all documents, one after the other.
+    """Returns the concatenated text of all documents.
 
-    It is exact for bytes; other tokenizers may not give back what they got.
+    It is exact for bytes. Other tokenizers may change the text.
     """
     if isinstance(self.tokenizer, tokenization.ByteTokenizer):
       is_byte = self.tokens != self.tokenizer.document_id
@@ -102,7 +102,7 @@ class Documents:
     return b''.join(self.tokenizer.decode(ids).encode() for ids in documents)
 
   def totals(self) -> str:
-    """Returns the size of the text and its largest documents, in lines."""
+    """Returns lines with the size of the text and its largest documents."""
     sizes = np.diff(self.starts, append=self.tokens.size)
     largest = np.argsort(sizes)[: -_MAX_NAMED - 1 : -1].tolist()
     shares = (
@@ -121,19 +121,19 @@ class Documents:
     ).rstrip()
 
   def __reduce__(self) -> Any:
-    # A worker process maps the file itself: pickle would copy the tokens.
+    # A worker process maps the file itself. Pickle would copy the tokens.
     return (_open, self._origin) if self._origin else object.__reduce__(self)
 
 
 class Corpus(NamedTuple):
-  """The documents to train on, and those that are held out."""
+  """The documents to train on and the held-out documents."""
 
   train: Documents
   eval: Documents
 
   @property
   def summary(self) -> str:
-    """The numbers of documents, and the notes, in one line."""
+    """One line with the numbers of documents and the notes."""
     documents = len(self.train.starts), len(self.eval.starts)
     text = f'{documents[0]:,} documents to train on, {documents[1]:,} held out'
     notes = join_notes(self.train.notes)
@@ -141,7 +141,7 @@ class Corpus(NamedTuple):
 
 
 def join_notes(notes: Mapping[str, str]) -> str:
-  """Returns notes on files in a line, the first of them; '' for none."""
+  """Returns the first notes on files in one line; '' if there are none."""
   shown = [f'{name}: {why}' for name, why in sorted(notes.items())]
   more = [f'{len(shown) - _MAX_NAMED} more'] * (len(shown) > _MAX_NAMED)
   return '; '.join([*shown[:_MAX_NAMED], *more])
@@ -152,7 +152,7 @@ def load(
   notes: dict[str, str],
   cache_dir: text_files.Path | None = None,
 ) -> Corpus:
-  """Returns the tokens of files; adds `notes` to the notes of the reader."""
+  """Returns the tokens of files; adds `notes` to the reader's notes."""
   tokenizer, sources = reader.tokenizer, reader.sources
   request: list[Any] = [_FORMAT, tokenizer.identity, reader.kind]
   request += reader.eval_fraction, reader.text_key
@@ -172,7 +172,7 @@ def load(
         parts.mkdir(exist_ok=True)
         try:
           _join(file, _make_parts(parts, reader), reader)
-        except errors.UsageError:  # Others leave the parts to the next start.
+        except errors.UsageError:  # Other errors keep the parts for a retry.
           shutil.rmtree(parts, ignore_errors=True)
           raise
         shutil.rmtree(parts, ignore_errors=True)
@@ -184,7 +184,7 @@ def load(
 
 @contextlib.contextmanager
 def _alone(file: pathlib.Path) -> Iterator[bool]:
-  """Waits for processes that make a file; gives whether it has to be made."""
+  """Locks a file; yields whether this process has to make it."""
   lock = file.with_suffix('.lock')
   with contextlib.ExitStack() as stack:
     stack.enter_context(filelock.FileLock(lock))
@@ -193,7 +193,7 @@ def _alone(file: pathlib.Path) -> Iterator[bool]:
 
 
 def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
-  """Copies a file that `load` has made from a bucket, once for this host."""
+  """Copies a tokens file from a bucket, once per host."""
   bucket = buckets.connect(url, 1)
   version: Any = None
 
@@ -204,7 +204,7 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
     if version not in (None, found.stamp.generation):
       raise OSError(errno.ESTALE, 'It was replaced while it was read', url)
     if found.state != 'value':
-      raise errors.MissingFileError(f'files is {url!r}: no file.')
+      raise errors.MissingFileError(f'files is {url!r}, which does not exist.')
     version = found.stamp.generation
     return found.value
 
@@ -226,14 +226,14 @@ def download(url: str, cache_dir: text_files.Path | None) -> pathlib.Path:
 def _read_header(
   read: Callable[[int, int | None], bytes], path: Any
 ) -> tuple[int, bytes, dict[str, Any]]:
-  """Returns place, text and value of the header, the end of a whole file."""
+  """Returns offset, text and value of the header, which ends the file."""
   place = int.from_bytes(read(0, 8), 'little')
   text = read(place, None)
   try:
     return place, text, json.loads(text)
   except ValueError as e:
     raise errors.UsageError(
-      f'{path} is damaged; expected a whole file `.tokens` of a `cache_dir`.'
+      f'{path} is damaged; expected a complete .tokens file from a `cache_dir`.'
     ) from e
 
 
@@ -242,19 +242,19 @@ def open_corpus(
   tokenizer: tokenization.Tokenizer,
   notes: dict[str, str] | None = None,
 ) -> Corpus:
-  """Maps the tokens of a file that `load` has made."""
+  """Maps the tokens of a file that `load` made."""
   return Corpus(*(_open(path, tokenizer, i, notes or {}) for i in range(2)))
 
 
 def _choose_folder(
   cache_dir: text_files.Path | None, name: str
 ) -> pathlib.Path:
-  """Returns the folder with a file, or else one that can be written."""
+  """Returns the folder that has a file, or a writable folder for it."""
   disk.check_local(cache_dir or '', 'cache_dir')
   cache = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
   folder = pathlib.Path(cache_dir or f'{cache}/jaxline/tokens')
   folder = folder.expanduser().absolute()
-  with contextlib.suppress(OSError):  # It may be readable only.
+  with contextlib.suppress(OSError):  # Its files may be inaccessible.
     if (folder / name).exists():
       return folder
   try:
@@ -263,12 +263,12 @@ def _choose_folder(
   except OSError as e:
     text = f'Tokens cannot be kept in {folder}: {e.strerror}.'
     if cache_dir:
-      raise errors.UsageError(f'{text} Name another `cache_dir`.') from e
+      raise errors.UsageError(f'{text} Set a different `cache_dir`.') from e
     folder = pathlib.Path(tempfile.gettempdir(), f'jaxline-{os.getuid()}')
     folder.mkdir(0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-      raise errors.UsageError(f'{text} Name a `cache_dir`.') from e
-    logging.warning('%s They go to %s; name a `cache_dir`.', text, folder)
+      raise errors.UsageError(f'{text} Set `cache_dir`.') from e
+    logging.warning('%s Using %s instead; set `cache_dir`.', text, folder)
   return folder
 
 
@@ -278,15 +278,15 @@ def _open(
   i: int,
   notes: Mapping[str, str],
 ) -> Documents:
-  # As an array: slicing `np.memmap` is slow.
+  # Make the map a plain array, because slicing `np.memmap` is slow.
   data = np.zeros(0, np.uint8)
-  if path.stat().st_size:  # NumPy maps no empty file.
+  if path.stat().st_size:  # NumPy cannot map an empty file.
     data = np.memmap(path, np.uint8, 'r').view(np.ndarray)
   end, _, header = _read_header(lambda i, j: data[i:j].tobytes(), path)
   if header['tokenizer'] != tokenizer.identity:
     raise errors.UsageError(
       f'{path} has tokens of {header["tokenizer"]}; `tokenizer` is'
-      f' {tokenizer.identity}. Name the one that made the file.'
+      f' {tokenizer.identity}. Use the tokenizer that made the file.'
     )
   parts = np.split(data[8:end], np.cumsum(header['sizes']))
   table = parts[i].view('<i8').reshape(-1, 3)
@@ -305,7 +305,7 @@ def _open(
 def _make_parts(
   folder: pathlib.Path, reader: text_files.Reader
 ) -> list[pathlib.Path]:
-  """Writes the parts of a corpus that are not there; returns all of them."""
+  """Writes the missing parts of a corpus; returns the paths of all parts."""
   tokenizer, start = reader.tokenizer, (0, 0)
   parts = sorted(folder.glob('[0-9]*.npz'))
   if parts:
@@ -321,8 +321,8 @@ def _make_parts(
     ids = np.concatenate(encoded, dtype=_dtype(tokenizer), casting='unsafe')
     if (ids == tokenizer.document_id).any():
       raise errors.UsageError(
-        f'The tokenizer {tokenizer.identity} encodes text to its document'
-        f' token, {tokenizer.document_id}. Use a token that no text has.'
+        f'The tokenizer {tokenizer.identity} encodes some text to its document'
+        f' token, {tokenizer.document_id}. Use a token that no text encodes to.'
       )
     sizes = np.array([*map(len, encoded)])
     firsts = (np.cumsum(sizes) - sizes)[begins]
@@ -346,11 +346,11 @@ def _make_parts(
 def _take_part(
   pieces: Iterator[text_files.Piece],
 ) -> list[text_files.Piece]:
-  """Returns the next pieces, as many as a part has; [] at the end."""
+  """Returns the pieces of the next part; [] at the end."""
   part, size = [], 0
   for piece in pieces:
     part.append(piece)
-    # A short line takes ten times its bytes.
+    # A short line takes about ten times its size in memory.
     size += max(len(piece.text), 64)
     if size >= _BATCH_BYTES:
       break
@@ -358,7 +358,7 @@ def _take_part(
 
 
 def _log_progress(reader: text_files.Reader) -> Iterator[None]:
-  """Logs how much is tokenized: at each `next`, if it is time."""
+  """Logs the progress at a `next`, at most every `_PROGRESS_SECS`."""
   sizes = [os.path.getsize(source.path) for source in reader.sources]
   ends, total = np.cumsum([0, *sizes]).tolist(), sum(sizes)
   start = last = time.monotonic()
@@ -380,7 +380,7 @@ def _join(
   parts: Sequence[pathlib.Path],
   reader: text_files.Reader,
 ) -> None:
-  """Writes a corpus; holds out the documents with a hash below a threshold."""
+  """Writes a corpus; holds out documents whose hash is below a threshold."""
   threshold = math.ceil(reader.eval_fraction * 2**64)
   least, most, num_documents = 2**64, -1, 0
   for part in parts:
@@ -390,22 +390,22 @@ def _join(
       num_documents += int(found['begins'].sum())
   names = [source.name for source in reader.sources]
   for name, count in reader.nulls.items():
-    text = f'{count} lines left out, whose text_key {reader.text_key!r} is null'
+    text = f'{count} lines left out: their text_key {reader.text_key!r} is null'
     reader.notes.setdefault(name, text)
   num_nulls = sum(reader.nulls.values())
   if num_nulls > text_files.MAX_SHARE * (num_documents + num_nulls):
     raise errors.UsageError(
-      f'{num_nulls} of {num_documents + num_nulls} lines are left out: correct'
-      f' them, or name another entry. {join_notes(reader.notes)}'
+      f'{num_nulls} of {num_documents + num_nulls} lines are left out; expected'
+      f' at most 1%. Correct or remove them. {join_notes(reader.notes)}'
     )
   if least >= most:
     raise errors.UsageError(
-      f'{len(names)} files hold {num_documents} documents with text, and 2 are'
-      " needed. Give more files, or one alone, or documents='line'."
+      f'{len(names)} files hold {num_documents} documents with text; expected'
+      " at least 2. Give more files, a single file, or documents='line'."
       f' {join_notes(reader.notes)}'
     )
   if not least < threshold <= most:
-    # Never hold out none or all: hold out one, or all but one.
+    # Hold out at least one document, and train on at least one.
     threshold = most if least < threshold else least + 1
 
   def select(i: int) -> Iterator[tuple[Any, np.ndarray]]:

@@ -1,10 +1,10 @@
-"""Text to tokens and back: bytes, SentencePiece models, Hugging Face models.
+"""Tokenizers: bytes, SentencePiece models and Hugging Face models.
 
   tokenizer = load_tokenizer('bytes')  # or 'my.model', or 'my/tokenizer.json'
   tokenizer.encode('naïve')  # 110, 97, 195, 175, 118, 101
   load_tokenizer('stdlib')  # 2,048 tokens
 
-Each kind has a document token, which stands before every document. No text is
+Each tokenizer has a document token, which precedes every document. No text is
 encoded to it.
 """
 
@@ -24,22 +24,22 @@ from jaxline import errors
 
 Text = str | bytes
 
-# Of the tokenizer 'bytes'.
+# These are the values of the tokenizer 'bytes'.
 DOCUMENT_TOKEN = 256
 VOCABULARY_SIZE = 257
 
-# Names of special tokens that begin a text, and then of those that end one.
+# Common names of special tokens that begin a text, then of tokens that end it.
 WELL_KNOWN_TOKENS = (
   '<s>', '<bos>', '[BOS]', '<|begin_of_text|>', '<|startoftext|>',
   '<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[EOS]',
 )  # fmt: skip
 
-# The tokenizer 'stdlib'; docs/inputs.md says how it was made.
+# The tokenizer 'stdlib'; docs/inputs.md describes how it was made.
 _STDLIB = pathlib.Path(__file__).with_name('stdlib.model')
 
 _REPLACEMENT = '\ufffd'
-_SPACE = '\u2581'  # SentencePiece writes a space so.
-# Llama 3 and Qwen 2 split words so. `ByteLevel` has the pattern of GPT-2.
+_SPACE = '\u2581'  # SentencePiece's symbol for a space.
+# This is how Llama 3 and Qwen 2 split words. `ByteLevel` uses GPT-2's pattern.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
   r' ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
@@ -55,38 +55,38 @@ _SPLITTERS: list[dict[str, Any]] = [
     for x in ('', '{1,3}')
   ),
 ]
-# Normalizers that change an ASCII character, or ' a', whatever stands before.
+# These normalizers treat an ASCII character or ' a' the same after any text.
 _LOCAL = (
   'BertNormalizer', 'Lowercase', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Nmt',
   'Precompiled', 'StripAccents',
 )  # fmt: skip
-_SPACES = {'Regex': ' {2,}'}  # T5 replaces them.
+_SPACES = {'Regex': ' {2,}'}  # T5 replaces a run of spaces.
 _SPEC = re.compile(r'(?P<path>.*?\.(?P<kind>model|json))(#(?P<token>.+))?')
 
 
 class Tokenizer(abc.ABC):
-  """Turns text into tokens, and back."""
+  """Turns text into tokens and back."""
 
-  vocab_size: int  # Tokens are less than it.
-  document_id: int  # The token to put in front of a document.
-  identity: str  # Which tokenizer it is, with the hash of its file.
+  vocab_size: int  # All tokens are less than it.
+  document_id: int  # The token that precedes a document.
+  identity: str  # Identifies the tokenizer, with the hash of its file.
 
   def encode(self, text: Text) -> np.ndarray:
-    """Returns the tokens of a text alone, int32 [length].
+    """Returns the tokens of a text without a document token, int32 [length].
 
-    Tokenizers of text read bytes that are not UTF-8 as U+FFFD.
+    Tokenizers except 'bytes' read bytes that are not UTF-8 as U+FFFD.
     """
     return self.encode_batch([text])[0]
 
   @abc.abstractmethod
   def encode_batch(self, texts: Sequence[Text]) -> list[np.ndarray]:
-    """Returns the tokens of each text, int32 [length], in parallel."""
+    """Tokenizes texts in parallel; returns int32 [length] for each."""
 
   def find_cuts(self, text: bytes) -> np.ndarray:
-    """Returns the places, ascending, at which a text can be cut.
+    """Returns the offsets, ascending, at which a text can be cut.
 
-    By `encode_parts` the two parts have the tokens of the whole, whatever comes
-    before and after `text`. Empty if no such place is known.
+    With `encode_parts`, the two parts have the same tokens as the uncut text,
+    for any text before and after `text`. Empty if no such offset is known.
     """
     del text
     return np.zeros(0, np.int64)
@@ -94,14 +94,14 @@ class Tokenizer(abc.ABC):
   def encode_parts(
     self, texts: Sequence[bytes], are_first: Sequence[bool]
   ) -> list[np.ndarray]:
-    """Returns the tokens of parts of texts, which may be first ones or not."""
+    """Returns the tokens of parts of texts; `are_first` marks first parts."""
     del are_first
     return self.encode_batch(texts)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of tokens, [length].
 
-    Document tokens are left out; ids outside the vocabulary become U+FFFD.
+    It omits document tokens. Ids outside the vocabulary become U+FFFD.
     """
     kept = np.asarray(ids, np.int64)
     kept = kept[kept != self.document_id]
@@ -113,11 +113,11 @@ class Tokenizer(abc.ABC):
 
   @abc.abstractmethod
   def _decode(self, ids: list[int]) -> str:
-    """Returns the text of tokens of the vocabulary."""
+    """Returns the text of tokens that are in the vocabulary."""
 
 
 class ByteTokenizer(Tokenizer):
-  """Each byte of the UTF-8 text is a token."""
+  """A tokenizer whose tokens are the bytes of UTF-8 text."""
 
   vocab_size = VOCABULARY_SIZE
   document_id = DOCUMENT_TOKEN
@@ -135,7 +135,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _FileTokenizer(Tokenizer):
-  """A tokenizer of a file; messages name its path, `source`."""
+  """A tokenizer that is loaded from a file; `source` is its path."""
 
   KIND: ClassVar[str]
 
@@ -147,37 +147,37 @@ class _FileTokenizer(Tokenizer):
       raise
     except Exception as e:  # The libraries raise plain Exceptions.
       raise errors.UsageError(
-        f'{source} is no {self.KIND} tokenizer: {e}. Expected a SentencePiece'
-        " '.model' or a '.json' of Hugging Face's `tokenizers`."
+        f'{source} is not a {self.KIND} tokenizer: {e}. Expected a'
+        " SentencePiece '.model' or a '.json' of Hugging Face's `tokenizers`."
       ) from e
     names = defaults if token is None else [token]
     found = [special[name] for name in names if name in special]
     if not found:
       raise errors.UsageError(
-        f'{source} has none of the special tokens {[*names]} to put before each'
-        f" document. Name one of {[*special]} behind '#': '{source}#<name>'."
+        f'{source} has none of the special tokens {[*names]} for its documents.'
+        f" Append one of {[*special]} to the path: '{source}#<name>'."
       )
     self.document_id = found[0]
     digest = hashlib.sha256(data).hexdigest()
     self.identity = f'{self.KIND} {digest} #{self.document_id}'
 
   def __reduce__(self) -> Any:
-    # Worker processes get the file's content, and load it again.
+    # Worker processes get the file's content and load it again.
     return type(self), self._arguments
 
   @abc.abstractmethod
   def _load(self, data: bytes) -> tuple[dict[str, int], Sequence[str]]:
     """Sets `_library` and `vocab_size`.
 
-    Returns the tokens that no text is encoded to, by name, and the names of
-    document tokens, the preferred one first.
+    Returns the ids of special tokens, to which no text is encoded, by name; and
+    the names of possible document tokens, the preferred one first.
     """
 
 
 class SentencePieceTokenizer(_FileTokenizer):
   """A SentencePiece model; the document token is BOS, or EOS without a BOS.
 
-  The model's normalisation may change spaces.
+  The model's normalization may change spaces.
   """
 
   KIND = 'sentencepiece'
@@ -210,7 +210,7 @@ class SentencePieceTokenizer(_FileTokenizer):
   def encode_parts(
     self, texts: Sequence[bytes], are_first: Sequence[bool]
   ) -> list[np.ndarray]:
-    if self._can_cut[1]:  # The model adds the space with which these begin.
+    if self._can_cut[1]:  # Drop their first space: the model adds it.
       pairs = zip(texts, are_first, strict=True)
       texts = [text if first else text[1:] for text, first in pairs]
     return self.encode_batch(texts)
@@ -222,8 +222,8 @@ class SentencePieceTokenizer(_FileTokenizer):
 class HuggingFaceTokenizer(_FileTokenizer):
   """A `tokenizer.json` of Hugging Face's library `tokenizers`.
 
-  The document token is the first of `WELL_KNOWN_TOKENS` among its special
-  tokens. The name of a special token in a text is encoded as text.
+  The document token is the first of `WELL_KNOWN_TOKENS` that is one of its
+  special tokens. Names of special tokens in a text are encoded as text.
   """
 
   KIND = 'huggingface'
@@ -232,7 +232,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     import tokenizers
 
     library = self._library = tokenizers.Tokenizer.from_buffer(data)
-    # The file may say to cut texts, or to fill them up.
+    # The file may ask to truncate or pad texts.
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = True
@@ -266,18 +266,18 @@ class HuggingFaceTokenizer(_FileTokenizer):
 def _splits_before_words(spec: dict[str, Any]) -> bool:
   """Returns whether a tokenizer.json splits text before ' a' in 'x a'.
 
-  Nothing looks across that place before the text is split there, and each word
-  has its own tokens, whatever comes after.
+  If so, no step before the split reads across this place, and the tokens of a
+  word do not depend on the words after it.
   """
   normalizers = _flatten(spec['normalizer'], 'normalizers')
   words = _flatten(spec['pre_tokenizer'], 'pretokenizers')
-  # They split within words only.
+  # These two split only within words.
   words = [x for x in words if x['type'] not in ('Digits', 'Punctuation')]
   return (
     all(x['type'] in _LOCAL or x.get('pattern') == _SPACES for x in normalizers)
     and any(words and x.items() <= words[0].items() for x in _SPLITTERS)
     and not spec['model'].get('dropout')
-    # Others, not special, are found in the text before it is split.
+    # Added tokens that are not special are found before the text is split.
     and all(token['special'] for token in spec['added_tokens'])
   )
 
@@ -289,34 +289,34 @@ def _flatten(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
 def _find_bytes_to_cut_between(model: bytes) -> tuple[np.ndarray, bool]:
   """Returns whether a text can be cut between two bytes, bool [256, 256].
 
-  The second value is whether the model puts a space before each text: then a
-  part that is not the first begins with a space, and is longer than that.
+  The second value is whether the model puts a space before each text. If so,
+  every part after the first begins with a space and is longer than this space.
 
-  BPE merges neighbours only, the best first, so what no piece of the vocabulary
-  crosses separates a text: the merges on one side do not depend on the other.
+  BPE merges only neighbors, the best pair first. So if no piece of the
+  vocabulary crosses a place, the merges on its two sides are independent.
   """
   can_cut = np.zeros([256, 256], bool)
   try:
     from sentencepiece import sentencepiece_model_pb2
-  except Exception:  # It needs protobuf, of a version that fits.
+  except Exception:  # It needs a compatible version of protobuf.
     return can_cut, False
   parsed = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
   how, trained = parsed.normalizer_spec, parsed.trainer_spec
   if (
-    # Unigram adds up numbers over the whole text, and rounds them.
+    # Unigram sums and rounds scores over the whole text.
     trained.model_type != trained.BPE
-    # Otherwise neighbours that are unknown become one token.
+    # Unknown neighbors become one token if there is no byte fallback.
     or not trained.byte_fallback
     or how.precompiled_charsmap
     or how.remove_extra_whitespaces
     or trained.treat_whitespace_as_suffix
   ):
     return can_cut, False
-  can_cut[:128] = True  # After ASCII a character begins.
+  can_cut[:128] = True  # A character begins after an ASCII byte.
   for piece in parsed.pieces:
     code = np.frombuffer(piece.piece.replace(_SPACE, ' ').encode(), np.uint8)
     can_cut[code[:-1], code[1:]] = False
-  # A wrong byte is read as U+FFFD, and U+2581 as a space.
+  # The model reads an invalid byte as U+FFFD, and U+2581 as a space.
   can_cut[:, 128:] &= can_cut[:, _REPLACEMENT.encode()[0], None]
   can_cut[:, _SPACE.encode()[0]] &= can_cut[:, ord(' ')]
   if how.add_dummy_prefix:
@@ -333,11 +333,11 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
 
   Args:
     spec: 'bytes'; 'stdlib', this package's SentencePiece model of 2,048 tokens
-      for Python's source text (it decodes to the same text, but U+2581 to a
-      space); the path of a SentencePiece '.model'; or of a `tokenizer.json` of
-      Hugging Face's library `tokenizers`. A path may end in the special token
-      to put before each document: 'tokenizer.json#<|endoftext|>'. A `Tokenizer`
-      is returned as it is.
+      for Python source (it decodes to the same text, except U+2581 to a space);
+      or the path of a SentencePiece '.model' or of a `tokenizer.json` of
+      Hugging Face's library `tokenizers`. To choose the document token, append
+      it to the path: 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is returned
+      unchanged.
   """
   if isinstance(spec, Tokenizer):
     return spec
@@ -347,13 +347,13 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   match = _SPEC.fullmatch(str(_STDLIB) if spec == 'stdlib' else spec)
   if not match:
     raise errors.UsageError(
-      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', or the path of a"
-      " '.model' or a '.json', maybe with '#' and the document token behind it."
+      f"The tokenizer is {spec!r}; expected 'bytes', 'stdlib', or a path, as in"
+      " 'x.model' or 'x.json#<token>', with the document token after '#'."
     )
   path = pathlib.Path(match['path']).expanduser()
   if not path.is_file():
     raise errors.MissingFileError(
-      f'The tokenizer is {spec!r}: no file. Put it there, or give its path.'
+      f'The tokenizer is {spec!r}, but there is no file. Correct the path.'
     )
   kinds = {'model': SentencePieceTokenizer, 'json': HuggingFaceTokenizer}
   return kinds[match['kind']](path.read_bytes(), str(path), match['token'])

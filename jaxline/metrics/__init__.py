@@ -1,9 +1,9 @@
-"""What a run measures and shows; here, exact weighted means and the keys.
+"""Metrics of a run. This module has weighted means and the config keys.
 
-`periodic` has the actions at intervals, `writers` the queue and its thread,
-`files` and `tensorboard` what they write. `console` decides what the terminal
-shows, `lines` formats the numbers, and `live` redraws the line. Read `writers`
-first.
+`periodic` calls actions at intervals. `writers` has the queue and its thread,
+which write the files of `files` and `tensorboard`. `console` decides what the
+terminal shows, `lines` formats numbers, and `live` redraws the line. Read
+`writers` first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,8 @@ _INTERVAL = optional(number())
 _INTERVAL_TYPE = optional(one_of('secs', 'steps'))
 KEYS = (
   Key('interval_type', 'secs', _INTERVAL_TYPE,
-      'The unit of all intervals; None means `secs`. An interval that is None'
-      ' or negative disables the action, and 0 is every step.'),
+      'Unit of all intervals; None means `secs`. An interval of None or a'
+      ' negative number disables its action; 0 means every step.'),
   Key('logging_interval_type', None, _INTERVAL_TYPE,
       'Overrides `interval_type` for logging.'),
   Key('checkpoint_interval_type', None, _INTERVAL_TYPE,
@@ -37,34 +37,34 @@ KEYS = (
   Key('eval_interval_type', None, _INTERVAL_TYPE,
       'Overrides `interval_type` for evaluation.'),
   Key('save_checkpoint_interval', 300, _INTERVAL,
-      'How often a checkpoint is saved. 0 is never, as in JAXline.'),
-  Key('log_tensors_interval', 60, _INTERVAL, 'How often a line is logged.'),
+      'Interval between checkpoints. As in JAXline, 0 means never.'),
+  Key('log_tensors_interval', 60, _INTERVAL, 'Interval between log lines.'),
   Key('log_train_data_interval', 120.0, _INTERVAL,
-      'How often scalars are written to TensorBoard and JSON lines.'),
+      'Interval at which scalars are written to TensorBoard and JSON lines.'),
   Key('eval_interval', 300, _INTERVAL,
-      'How often training pauses to evaluate, in the mode `train_and_eval`.'),
+      'Interval at which training pauses to evaluate, in `train_and_eval`.'),
   Key('periodic_action_growth_ratios', None, optional(Check(
         'a list of positive numbers', lambda x: isinstance(x, Sequence)
         and all(map(POSITIVE.accepts, x)))),
-      'Each ratio r adds the steps r, 10 r, 100 r ... to the intervals above:'
+      'Each ratio r adds the steps r, 10 r, 100 r, ... to the intervals above:'
       ' [1, 2, 5] logs often at the start. Needs intervals in steps.'),
   Key('console', None, optional(one_of('live', 'plain', 'off')),
-      'What the first process shows: `live` redraws one line of the terminal,'
-      ' `plain` prints a line at each `log_tensors_interval`, `off` logs it.'
-      ' None is `live` on a terminal, else `plain`; -v 1 adds the full log.'),
+      'Output of the first process: `live` redraws one line of the terminal,'
+      ' `plain` prints a line per `log_tensors_interval`, `off` logs instead.'
+      ' None: `live` on a terminal, else `plain`. -v 1 adds the full log.'),
   Key('log_async', True, BOOLEAN,
-      'Make the log line on a background thread; False is for debugging.'),
+      'Make the log line on a background thread. False helps debugging.'),
   Key('writers', ('tensorboard', 'jsonl'), Check(
         'a list of names of writers', lambda x: isinstance(x, list | tuple)
         and all(isinstance(name, str) for name in x)),
-      'What writes numbers, images and texts: `tensorboard`, `jsonl` (which'
+      'Writers of numbers, images and texts: `tensorboard`, `jsonl` (which'
       ' `jaxline.fit` and `.runs` read), or a name of `writers.register`.'),
   Key('log_all_hosts', False, BOOLEAN,
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, BOOLEAN,
-      'Log the scalars of every step, not only of those at the interval.'),
+      'Log the scalars of every step instead of once per interval.'),
   Key('fingerprint', True, BOOLEAN,
-      'Write a number of the scalars and the batch of every step, for `runs'
+      'Write a hash of the scalars and the batch of every step, for `runs'
       ' replay` and `runs bisect`.'),
 )  # fmt: skip
 
@@ -72,21 +72,21 @@ KEYS = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
-  """A weighted mean, as its two sums: to add two of them loses nothing."""
+  """A weighted mean, stored as two sums, so that means can be added exactly."""
 
   total: jax.Array  # The sum of value * weight, a scalar; float32 from `of`.
-  weight: jax.Array  # The sum of weights, likewise.
+  weight: jax.Array  # The sum of the weights, a scalar like `total`.
 
   @classmethod
   def of(cls, values: jax.Array, weights: jax.Array | None = None) -> 'Mean':
     """Returns the mean of an array.
 
     Args:
-      values: any shape; a number too.
-      weights: the same shape, or fewer trailing dimensions, which repeat; a
-        value of weight 0 does not count, and gets the gradient 0, though it be
-        NaN. (What it was computed from has the gradient 0 * NaN = NaN where
-        its derivative is not finite either.) None weighs all 1.
+      values: Array of any shape, or a number.
+      weights: Array of the same shape or its leading dimensions; it is
+        broadcast over the missing ones. A value of weight 0 is ignored and gets
+        a zero gradient, even if it is NaN. (The gradient of its inputs is 0 *
+        NaN = NaN where the derivative is not finite either.) None means 1.
     """
     values = jnp.asarray(values, jnp.float32)
     weights = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
@@ -94,11 +94,11 @@ class Mean:
     if missing < 0 or values.shape[: weights.ndim] != weights.shape:
       raise ValueError(
         f'weights of shape {weights.shape} do not fit values of shape'
-        f' {values.shape}; expected its shape or its leading dimensions.'
+        f' {values.shape}; expected this shape or its leading dimensions.'
       )
     weights = weights.reshape(weights.shape + (1,) * missing)
     weights = jnp.broadcast_to(weights, values.shape)
-    # Not values * weights: what has no weight may be NaN.
+    # A value of weight 0 may be NaN, so a plain product would not do.
     weighted = jnp.where(weights != 0, values, 0.0) * weights
     return cls(weighted.sum(), weights.sum())
 
@@ -106,8 +106,8 @@ class Mean:
     return Mean(self.total + other.total, self.weight + other.weight)
 
   def compute(self) -> jax.Array:
-    """Returns the mean; of weight 0 it is 0, with the gradient 0."""
-    if not isinstance(self.weight, jax.Array):  # On the host.
+    """Returns the mean. With weight 0, the mean and its gradient are 0."""
+    if not isinstance(self.weight, jax.Array):  # It is on the host.
       return self.total / (self.weight or np.inf)
     inf = jnp.full_like(self.weight, jnp.inf)
     return self.total / jax.lax.select(self.weight == 0, inf, self.weight)
@@ -117,21 +117,21 @@ Metrics = Mapping[str, Mean]
 
 
 class MeanOfScalar(Mean):
-  """The mean that a scalar of a batch is taken for."""
+  """A mean that was made of a scalar of a batch."""
 
 
 jax.tree_util.register_dataclass(MeanOfScalar, ['total', 'weight'], [])
 
 
 def add(a: Metrics, b: Metrics) -> dict[str, Mean]:
-  """Adds two sets of metrics of the same names; else raises KeyError."""
+  """Adds two sets of metrics; raises KeyError if their names differ."""
   return {name: a[name] + b[name] for name in {**a, **b}}
 
 
 def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
   """Returns the metrics of a batch, with a `Mean` in place of each scalar.
 
-  A scalar is taken for the mean by the batch's `weights`, whose sum it gets.
+  A scalar is assumed to be a mean that is weighted by the batch's `weights`.
   """
   found = dict(metrics)
   for name, x in found.items():
@@ -140,7 +140,7 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
       if shape != ():
         what = type(x).__name__ if shape is None else f'array {[*shape]}'
         raise TypeError(
-          f'The metric {name!r} of loss_fn is of the type {what}; expected'
+          f'The metric {name!r} of loss_fn is of type {what}; expected'
           " metrics.Mean.of(values, batch['weights']), or a scalar."
         )
       found[name] = MeanOfScalar.of(x, jnp.sum(weights, dtype=jnp.float32))
@@ -148,9 +148,9 @@ def complete(metrics: Mapping[str, Any], weights: jax.Array) -> dict[str, Mean]:
 
 
 def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
-  """Refuses a scalar of a batch that is not the mean over its two halves.
+  """Raises ValueError for a scalar that is not the mean over the halves.
 
-  `halves` is not touched if no metric is a scalar.
+  If no metric is a scalar, `halves` is not iterated.
   """
   names = [k for k, x in whole.items() if isinstance(x, MeanOfScalar)]
   if not names:
@@ -165,12 +165,12 @@ def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
     if abs(value - mean) > 0.01 * max(map(abs, [value, *values])):
       raise ValueError(
         f'The metric {name!r} of loss_fn is {value:.6g} in a batch of an'
-        f' evaluation, and {values} in its halves; expected their mean by the'
-        f' weights, {mean:.6g}. Return metrics.Mean.of(values,'
+        f' evaluation, and {values} in its halves; expected their weighted'
+        f' mean, {mean:.6g}. Return metrics.Mean.of(values,'
         " batch['weights']), or compute the number in reduce_outputs."
       )
 
 
 def compute(metrics: Metrics) -> dict[str, Any]:
-  """Returns name -> mean."""
+  """Computes the means, by name."""
   return {name: metric.compute() for name, metric in metrics.items()}

@@ -1,7 +1,7 @@
 """Prints a run's progress: the start block, lines of numbers, the summary.
 
-On a terminal one line is redrawn; a pipe, a file and a notebook get a line at
-each interval. The training numbers in them are means over at most 100 steps.
+On a terminal it redraws one line. A pipe, a file or a notebook gets a line per
+interval. The training numbers are means over at most 100 steps.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import writers
 
-_MAX_STEPS = 100  # The most steps that a mean is over.
-_WIDTH = 80  # Of the start block and the summary,
-_PIPE_WIDTH = 120  # and of a line that does not go to a terminal.
-_LIVE_SECS = 1.0  # How often the live line gets new numbers.
+_MAX_STEPS = 100  # Means are taken over at most this many steps.
+_WIDTH = 80  # The width of the start block and the summary.
+_PIPE_WIDTH = 120  # The width of a line that does not go to a terminal.
+_LIVE_SECS = 1.0  # The live line gets new numbers at this interval.
 
 _LIBRARIES = tuple(
   f'{pathlib.Path(file).parent}{os.sep}'
   for file in (pathlib.Path(__file__).parent, jax.__file__)
 )
-_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # They log long waits.
+_HEARD = ('console.py', 'token_cache.py', 'xla.py')  # These log long waits.
 
 
 def is_shown(record: std_logging.LogRecord) -> bool:
-  """Filters what this library and JAX inform of out of a log, but for -v 1."""
+  """Filters infos of this library and JAX out of a log, unless -v is 1."""
   return (
     record.levelno != std_logging.INFO
     or not record.pathname.startswith(_LIBRARIES)
@@ -58,9 +58,9 @@ class Origin(NamedTuple):
 
   command: tuple[str, ...] = ()  # Empty for a call from Python.
   config_file: str = ''  # The value of --config.
-  # Dotted config key -> value, as given by the user.
+  # The user's values of dotted config keys.
   overrides: Mapping[str, Any] = types.MappingProxyType({})
-  is_point: bool = False  # One of the runs of a sweep: no command starts it.
+  is_point: bool = False  # Whether it is a point of a sweep, without a command.
 
   @classmethod
   def of(cls, flag: Any) -> Origin:
@@ -70,26 +70,26 @@ class Origin(NamedTuple):
 
 
 class Console(contextlib.AbstractContextManager):
-  """Prints what one run does. Any thread may call it.
+  """Prints the progress of a run. Any thread may call it.
 
-  In the mode 'live' it redraws a line, 'plain' prints lines, 'off' logs them by
-  absl, and 'silent' does nothing.
+  Mode 'live' redraws a line, 'plain' prints lines, 'off' logs them with absl,
+  and 'silent' does nothing.
   """
 
   def __init__(self, mode: str = 'off', origin: Origin | None = None):
     self.mode = mode
-    self.stopped = ''  # Why the experiment stopped the run early.
+    self.stopped = ''  # The experiment's reason to stop the run early.
     self._origin = origin or Origin()
     self._began, self._spent = time.monotonic(), goodput.seconds_by_category()
-    self._config: Any = None  # Set by `begin`, and the next three.
+    self._config: Any = None  # `begin` sets this and the next three.
     self._experiment: Any = None
     self._state: Any = None
     self._saved_step: Callable[[], int | None] = lambda: None
-    self._activity = ''  # What the run does instead of steps.
+    self._activity = ''  # The run's activity while it trains no steps.
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
     self._texts: list[str] = []  # The scalars of the newest step, or means.
-    self._num_first = 2  # How many of these stand before the last save.
+    self._num_first = 2  # This many of them precede the step of the last save.
     self._rate = 0.0  # Smoothed steps per second, for the ETA.
     self._waits_after: Any = ''
     self._num_evaluated = 0
@@ -106,7 +106,7 @@ class Console(contextlib.AbstractContextManager):
     return cls(mode, origin)
 
   def print(self, text: str) -> None:
-    """Prints text above the live line. In the mode off, logs it."""
+    """Prints text above the live line; logs it in the mode 'off'."""
     if self.mode == 'off':
       logging.info('%s', lines.escaped(text))
     elif self.mode != 'silent':
@@ -119,9 +119,9 @@ class Console(contextlib.AbstractContextManager):
     state: Any = None,
     saved_step: Callable[[], int | None] = lambda: None,
   ) -> None:
-    """Prints the start block; without a state, the run only evaluates.
+    """Prints the start block. Without a state, the run only evaluates.
 
-    `saved_step` returns the step of the last complete checkpoint, if any.
+    `saved_step` returns the step of the last complete checkpoint, or None.
     """
     self._config, self._experiment, self._state = config, experiment, state
     self._saved_step, start = saved_step, ''
@@ -156,7 +156,7 @@ class Console(contextlib.AbstractContextManager):
     self.print('\n'.join(map(wrapper.fill, shown)))
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    """Prints the summary, if the run has begun, and releases the weights."""
+    """Prints the summary, if the run has started, and releases the weights."""
     if self._config is not None:
       self.print('\n'.join(self._summary(error)))
     self._config = self._experiment = self._state = None
@@ -184,7 +184,7 @@ class Console(contextlib.AbstractContextManager):
       block.append(f'Best {self._best}.')
     if self._texts and self._texts[0].startswith('loss '):
       loss = f'Last loss: {self._texts[0].split()[1]}'
-      block.append(f'{loss}, the mean of at most {_MAX_STEPS} steps.')
+      block.append(f'{loss} (mean over at most {_MAX_STEPS} steps).')
     spent = [
       (x - self._spent[k], k) for k, x in goodput.seconds_by_category().items()
     ]
@@ -202,7 +202,7 @@ class Console(contextlib.AbstractContextManager):
     return block + [f'{f"{k}:":10}{x}' for k, x in commands.items() if x]
 
   def _next_commands(self, error: BaseException | None) -> dict[str, str]:
-    """Returns the commands to train on and to use the weights, by label."""
+    """Returns the commands to continue and to use the weights, by label."""
     config, command = self._config, self._origin.command
     directory = _relative(config.checkpoint_dir)
     changes: dict[str, Any] = {}
@@ -228,7 +228,7 @@ class Console(contextlib.AbstractContextManager):
         if flags & {'config', 'jaxline_run'}:
           modes = [x for x in command if x.startswith('--jaxline_mode=')]
           run = f'--jaxline_run={directory}'
-        else:  # The program makes the config itself, of its own flags.
+        else:  # The program makes the config from its own flags.
           anew = [f'--config.{key}' for key in ('checkpoint_dir', *changes)]
           is_new = False
           for arg in command[len(program) :]:
@@ -242,11 +242,11 @@ class Console(contextlib.AbstractContextManager):
       look = f'{shlex.join([*program, run])} --jaxline_mode={mode}'
     has_more = self._state is not None and not self.stopped
     has_more &= not is_over or bool(config.training_steps)
-    return {'Go on': go_on if has_more else '', label: look}
+    return {'Continue': go_on if has_more else '', label: look}
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
-    """Shows the progress of the training steps inside."""
+    """Within this context, shows the progress of the training steps."""
     state, line = self._state, None
     if self._experiment.should_run_step(state.global_step, self._config):
       self.print('Compiling the train step...')
@@ -264,7 +264,7 @@ class Console(contextlib.AbstractContextManager):
         line.stop()
 
   def report_compilation(self) -> bool:
-    """Prints the time of the first compilation, once; returns True then."""
+    """Prints the first compilation's time, once; returns whether it did."""
     if self._compiled_before is None:
       return False
     secs = goodput.compiled_secs() - self._compiled_before
@@ -276,16 +276,16 @@ class Console(contextlib.AbstractContextManager):
     """Takes the numbers of new steps, by step; prints the line that is due."""
     recent, earlier = [*numbers.values()], self._earlier
     rate, self._earlier = recent[-1].get('steps_per_sec'), recent
-    if self.mode == 'live':  # It is due too often for a mean of its own steps.
+    if self.mode == 'live':  # One second has too few steps for a mean.
       self._earlier = [*earlier, *recent][-2 * _MAX_STEPS :]
       middle = len(self._earlier) // 2
       earlier, recent = self._earlier[:middle], self._earlier[middle:]
     first = ['loss', 'steps_per_sec']
-    if recent[-1].get('input_wait_fraction', 0) > 0.2:  # It costs time.
+    if recent[-1].get('input_wait_fraction', 0) > 0.2:  # The input is slow.
       first.append('input_wait_fraction')
     self._texts = lines.describe(recent, earlier, first)
     self._num_first = len(first)
-    if rate is not None:  # Else the steps are those after the last line.
+    if rate is not None:  # If None, the steps follow the last line.
       self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
       if self.mode != 'live':
         self.print(self._progress(step, self._width))
@@ -312,7 +312,7 @@ class Console(contextlib.AbstractContextManager):
     return sys.maxsize if self.mode == 'off' else columns
 
   def evaluating(self, step: int) -> None:
-    """Notes that the evaluation of a step begins."""
+    """Notes that the evaluation of a step starts."""
     self._activity = f', evaluating step {step}'
 
   def log_evaluation(
@@ -326,7 +326,7 @@ class Console(contextlib.AbstractContextManager):
     self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
-    """Notes the best value so far; without a step, it is an earlier start's."""
+    """Notes the best value so far; without a step, it predates this start."""
     when = 'before this start' if step is None else f'at step {step}'
     self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:
@@ -334,7 +334,7 @@ class Console(contextlib.AbstractContextManager):
 
   def log_waiting(self, last: int | None, directory: str | None) -> None:
     """Reports that an evaluation waits for the checkpoint after a step."""
-    # A training in this process reports its progress.
+    # If this process trains, it reports its progress instead.
     if self._state is None and self._waits_after != last:
       self._waits_after = last
       after = '' if last is None else f' after step {last}'
@@ -342,7 +342,7 @@ class Console(contextlib.AbstractContextManager):
       self.print(f'Waiting for a checkpoint{after} in {where}.')
 
   def show(self, writer: writers.MetricWriter, log: str) -> None:
-    """Also prints the texts of a log."""
+    """Prints the texts that are written to a log."""
 
     def write_texts(step: int, texts: Mapping[str, str]) -> None:
       for name, text in texts.items():
@@ -355,10 +355,10 @@ class Console(contextlib.AbstractContextManager):
 
 
 class ConsoleHook(periodic.PeriodicAction):
-  """Collects the scalars of the newest steps, and shows them where it is due.
+  """Collects the scalars of the newest steps and shows them when due.
 
-  They are fetched on the thread of `log`, if `config.log_async`; `finish` is as
-  in `MetricWriter.put`.
+  With `config.log_async`, the thread of `log` fetches them. `finish` is as in
+  `MetricWriter.put`.
   """
 
   def __init__(
@@ -377,7 +377,7 @@ class ConsoleHook(periodic.PeriodicAction):
       run_async=config.log_async,
       logging_growth_ratios=growth,
       end_step_to_action=config.training_steps if is_on else None,
-      # Arrays that are kept slow the next steps by some microseconds.
+      # Keeping arrays slows the next steps by some microseconds.
       log_all_data=console.mode != 'off',
     )
     self.share(log.executor)
@@ -387,12 +387,12 @@ class ConsoleHook(periodic.PeriodicAction):
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     if self._console.report_compilation():
-      self.update_time(t, step)  # Leave compilation out of the rate.
+      self.update_time(t, step)  # Exclude compilation from the rate.
     super().__call__(t, step, scalar_outputs)
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
-    others = scalars_lib.others_of(scalars)  # What is packed is small.
-    if not self._kept:  # For each step it would take microseconds.
+    others = scalars_lib.others_of(scalars)  # The packed scalars are small.
+    if not self._kept:  # To do this in each step would take microseconds.
       sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
       self._large = [name for name, size in sizes if size != 1]
     for name in self._large:  # They would fill the memory of the devices.
@@ -412,7 +412,7 @@ class ConsoleHook(periodic.PeriodicAction):
     return {k: self._finish(to_scalars(x)) for k, x in steps.items()}
 
   def wait_to_finish(self) -> None:
-    """Shows the scalars that are kept."""
+    """Shows the collected scalars."""
     self._show_kept()
     super().wait_to_finish()
 

@@ -1,4 +1,4 @@
-"""`Backend`, to which a `MetricWriter` writes, and files of JSON lines."""
+"""Backends of `MetricWriter`: the interface, and files of JSON lines."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,36 @@ KINDS = ('scalars', 'images', 'texts')
 
 
 class Record(NamedTuple):
-  """Converted values of one call of a writer."""
+  """The converted values of one call of a writer."""
 
-  kind: str  # One of `KINDS`, or another that a backend knows.
+  kind: str  # One of `KINDS`, or a kind that only some backends take.
   step: int
-  time: float  # In seconds since the epoch.
+  time: float  # In seconds since the Unix epoch.
   values: dict[str, Any]  # An int or a float; uint8 [B, H, W, C]; a str.
 
 
 class Backend(abc.ABC):
-  """Where a `MetricWriter` writes; called on that writer's thread only."""
+  """A destination of a `MetricWriter`, which calls it only on its thread."""
 
-  kinds: Sequence[str] = KINDS  # It gets these records.
+  kinds: Sequence[str] = KINDS  # The kinds of records that it gets.
 
   @abc.abstractmethod
   def write(self, records: list[Record]) -> None:
-    """Writes records, without changing them."""
+    """Writes records without changing them."""
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:  # noqa: B027
-    """Cuts its files: see `MetricWriter.resume`."""
+    """Truncates its files; see `MetricWriter.resume`."""
 
   def flush(self) -> dict[str, int]:
-    """Waits for the disk; returns path -> length of its log files."""
+    """Waits for the disk; returns the lengths of its log files by path."""
     return {}
 
   def close(self) -> None:  # noqa: B027
-    """Flushes and ends the backend; called once."""
+    """Flushes and closes the backend; called once."""
 
 
 class Adapter(Backend):
-  """Writes to a program's own writer, or to the console."""
+  """Passes records to a user's writer or to the console."""
 
   def __init__(self, writer: Any):
     self._writer = writer
@@ -68,11 +68,11 @@ class Adapter(Backend):
 class FileBackend(Backend):
   """Appends to a local file, whose absolute path is `path`.
 
-  Each write goes to the operating system at once: a killed process does not
-  lose it, and a full disk is noticed at the record that does not fit.
+  Each write goes to the operating system at once. So a killed process loses no
+  record, and a full disk raises an error at the first record that does not fit.
   """
 
-  _is_half = False  # The last write has failed.
+  _is_half = False  # Whether the last write failed.
 
   def __init__(self, path: str | os.PathLike[str]) -> None:
     disk.check_local(path, 'The file of a writer')
@@ -86,17 +86,17 @@ class FileBackend(Backend):
     self._mend()  # A killed process may have written half a record.
 
   def _mend(self) -> None:
-    """Lets the next record begin at its own place, behind half a record."""
+    """Lets the next record start at a valid place after half a record."""
 
   @abc.abstractmethod
   def encode(self, record: Record) -> bytes:
-    """Returns the bytes of a record in the file."""
+    """Encodes a record for the file."""
 
   def write(self, records: list[Record]) -> None:
     self._append(b''.join(map(self.encode, records)))
 
   def _logs(self) -> list[str]:
-    """Returns the paths of this library's log files, which a resume cuts."""
+    """Returns paths of this library's log files, which `resume` truncates."""
     return [self.path]
 
   def _append(self, data: bytes) -> None:
@@ -128,16 +128,16 @@ class FileBackend(Backend):
 
 
 class JsonlWriter(FileBackend):
-  """Appends one JSON object per record to a file; flat, ready for pandas.
+  """Appends one flat JSON object per record to a file, ready for pandas.
 
   `{"step": 10, "time": 1700000000.5, "kind": "scalars", "loss": 2.5}`
 
-  - `kind` is scalars, texts or images. A scalar with one of the first three
-    names is written as `scalars/step` and so on.
-  - Ints are exact, floats round-trip. JSON has no NaN: the strings "NaN",
-    "Infinity" and "-Infinity" stand for them, which Python's `float` and
-    pandas' `astype(float)` read.
-  - Images are recorded by their shape, [B, H, W, C].
+  - `kind` is scalars, texts or images. A scalar named `step`, `time` or `kind`
+    is written as `scalars/step` and so on.
+  - Ints are exact, and floats round-trip. JSON has no NaN, so values that are
+    not finite are the strings "NaN", "Infinity" and "-Infinity", which Python's
+    `float` and pandas' `astype(float)` parse.
+  - An image is recorded only by its shape, [B, H, W, C].
   """
 
   def _mend(self) -> None:
@@ -162,7 +162,7 @@ _SURROGATES = re.compile('[\ud800-\udfff]')
 
 
 def replace_surrogates(value: Any) -> Any:
-  """Returns a value of JSON with U+FFFD for halves of characters."""
+  """Replaces lone surrogates in a JSON value with U+FFFD."""
   raw = json.dumps(value, ensure_ascii=False)
   whole = _SURROGATES.sub('\ufffd', raw)
   return value if whole == raw else json.loads(whole)
@@ -171,7 +171,7 @@ def replace_surrogates(value: Any) -> Any:
 def parse_record(
   line: str | bytes, key: str = 'step', kind: type = int
 ) -> dict[str, Any]:
-  """Returns a line's record; {} if it is none with a value of a type."""
+  """Parses a line; returns {} unless it has a `key` of type `kind`."""
   try:
     record = json.loads(line)
     return record if isinstance(record[key], kind) else {}

@@ -1,10 +1,10 @@
-"""A number for each training step that tells whether two runs are the same.
+"""Hashes each training step, to detect whether two runs are identical.
 
-The fingerprint of a step is a uint32 of its scalars and its batch, computed by
-a program of its own: the program of the step stays as it is. Sums of integers
-make it independent of how arrays are sharded. The file has pairs of uint32 in
-little endian: the number of a step, and its fingerprint. In the sharded style
-another pair follows: the number plus 2**31, and the bits of the loss.
+The fingerprint of a step is a uint32 hash of its scalars and its batch. A
+separate program computes it, so the program of the step does not change. The
+hash sums integers, so it does not depend on how arrays are sharded. The file
+has pairs of little-endian uint32: the number of a step and its fingerprint. In
+the sharded style a second pair follows: the number + 2**31 and the loss bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
 _LOSS = 2**31
 _MAX_KEPT = 200  # A step has one or two.
-# Odd, so that no bit of a number is lost: Knuth's multiplier 2**32 / phi.
+# Knuth's multiplier 2**32 / phi. It is odd, so the product loses no bit.
 _MULTIPLIER = np.uint32(2654435769)
-# Scalars that depend on the clock or the machine, as do the rates by second.
+# These scalars depend on the clock or the machine, as do rates per second.
 _CLOCKED = ('input_wait_fraction', 'mfu', 'device_memory_gib')
 
 
 class FingerprintWriter(files.FileBackend):
-  """Appends fingerprints to a file, which a resume cuts like a log."""
+  """Appends fingerprints to a file, which a resume truncates like a log."""
 
   kinds = ('fingerprints',)
 
@@ -41,7 +41,7 @@ class FingerprintWriter(files.FileBackend):
 
   def encode(self, record: files.Record) -> bytes:
     pairs = [
-      # A loss comes as an array of bits and its place there.
+      # A loss comes as an array of bits and an index.
       (step, bits[0][bits[1]] if isinstance(bits, tuple) else bits)
       for step, bits in record.values.items()
     ]
@@ -49,7 +49,7 @@ class FingerprintWriter(files.FileBackend):
 
 
 def read(raw: bytes | None) -> tuple[dict[int, int], dict[int, float]]:
-  """Returns step -> fingerprint and step -> loss of a file's bytes."""
+  """Parses a file; returns the fingerprints and the losses, each by step."""
   raw = raw or b''
   numbers = np.frombuffer(raw, _DTYPE, len(raw) // 8 * 2).reshape(-1, 2)
   is_loss = numbers[:, 0] >= _LOSS
@@ -63,7 +63,7 @@ def read(raw: bytes | None) -> tuple[dict[int, int], dict[int, float]]:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-  """Returns an array's bits as uint32, of any shape."""
+  """Returns an array's bits as an array of uint32."""
   if jnp.issubdtype(x.dtype, jax.dtypes.extended):
     x = jax.random.key_data(x)
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -76,11 +76,11 @@ def _bits(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def fingerprint(tree: Any) -> jax.Array:
-  """Returns a uint32 of all bits of a tree of arrays."""
+  """Returns a uint32 hash of all bits of a tree of arrays."""
   total = jnp.uint32(0)
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
-    # The place of each number counts, in the global array. Unlike a reshaped
+    # Hash the place of each number in the global array. Unlike a reshaped
     # range, each index is sharded like the array.
     place = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(bits.shape):
@@ -95,20 +95,20 @@ def fingerprint(tree: Any) -> jax.Array:
 def without_timing_scalars(scalars: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the scalars that depend on neither the clock nor the machine."""
   kept = scalars_lib.copied(scalars)
-  # Nothing that the compiled step packs depends on a clock.
+  # The scalars that the compiled step packs do not depend on a clock.
   others = scalars_lib.others_of(kept)
   for name in _clocked(tuple(others)):
     del others[name]
   return kept
 
 
-@functools.lru_cache  # Each step asks the same.
+@functools.lru_cache  # Each step has the same names.
 def _clocked(names: tuple[str, ...]) -> list[str]:
   return [x for x in names if x in _CLOCKED or x.endswith('_per_sec')]
 
 
 def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
-  """Returns the fingerprint of a step's scalars and its batch."""
+  """Returns the fingerprint of a step's scalars and batch."""
   leaves = jax.tree.leaves(batch) + scalars_lib.leaves(
     without_timing_scalars(scalars)
   )
@@ -116,14 +116,14 @@ def of_step(scalars: Mapping[str, Any], batch: Any) -> jax.Array:
   try:
     return fingerprint(arrays)
   except ValueError:
-    # Some may be on one device and others on all (per-device style), which no
-    # program takes together.
+    # In the per-device style some arrays are on one device and some on all,
+    # and no program takes both.
     devices = arrays[0].devices()
     return fingerprint([x for x in arrays if x.devices() == devices])
 
 
 class FingerprintHook(periodic.Action):
-  """Computes a fingerprint after each step, and logs many at once."""
+  """Computes a fingerprint after each step and logs many at once."""
 
   def __init__(self, log: Any, experiment: Any):
     self._log, self._experiment = log, experiment
@@ -133,7 +133,7 @@ class FingerprintHook(periodic.Action):
     scalars = scalar_outputs or {}
     self._kept[step] = of_step(scalars, self._experiment.last_batch)
     loss = scalars_lib.find(scalars, 'loss')
-    if loss and loss[1] != ():  # It is packed, and fetched for the guard.
+    if loss and loss[1] != ():  # It is packed, so the guard fetches it anyway.
       self._kept[step + _LOSS] = loss
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()

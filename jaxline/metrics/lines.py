@@ -1,4 +1,4 @@
-"""Formats numbers, sizes, durations and lines of them."""
+"""Formats numbers, sizes, durations and lines for the terminal."""
 
 from collections.abc import Mapping, Sequence
 import contextlib
@@ -9,7 +9,7 @@ import re
 import sys
 from typing import Any
 
-# Scalars with a format of their own. An empty format hides the scalar.
+# Special formats of scalars. An empty format hides the scalar.
 FORMATS = {
   'steps_per_sec': '{:.4g} steps/s',
   'tokens_per_sec': '{:,.0f} tokens/s',
@@ -22,7 +22,7 @@ FORMATS = {
   'examples_per_step': '',
 }
 
-# All but newlines and tabs: of C0 and C1, of the order of letters, surrogates.
+# Controls except newlines and tabs: C0, C1, writing direction, surrogates.
 _CONTROLS = re.compile(
   '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069'
   '\ud800-\udfff]'
@@ -30,14 +30,14 @@ _CONTROLS = re.compile(
 
 
 def shorten(value: Any) -> str:
-  """Returns four significant digits, or all digits before the point."""
+  """Formats four significant digits, or all digits of an integer part."""
   if not isinstance(value, float):
     return str(value)
   return f'{value:.0f}' if 1e4 <= abs(value) < 1e9 else f'{value:.4g}'
 
 
 def duration(seconds: float) -> str:
-  """Returns '3:07' for minutes and seconds, '2:03:07' with hours."""
+  """Formats a duration: '3:07' is minutes and seconds, '2:03:07' has hours."""
   minutes, secs = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   if hours < 48:
@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float, digits: str = '.4g') -> str:
-  """Returns a size like '1.5 MiB'; `digits` is the format of its number."""
+  """Formats a size, as in '1.5 MiB'; `digits` is the format of its number."""
   for unit in ('B', 'KiB', 'MiB', 'GiB'):
     if num_bytes < 1024:
       return f'{num_bytes:{".4g" if unit == "B" else digits}} {unit}'
@@ -55,7 +55,7 @@ def size(num_bytes: float, digits: str = '.4g') -> str:
 
 
 def weights(arrays: Sequence[Any]) -> str:
-  """Returns the number and size of some weights; '' if there are none."""
+  """Describes the number and size of weights; '' if there are none."""
   count = sum(x.size for x in arrays)
   num_bytes = sum(x.size * x.dtype.itemsize for x in arrays)
   text = f'{count:,} ({size(num_bytes)}) in {len(arrays)} arrays'
@@ -67,14 +67,14 @@ def describe(
   earlier: Sequence[Mapping[str, Any]] = (),
   first: Sequence[str] = ('loss', 'steps_per_sec'),
 ) -> list[str]:
-  """Returns the scalars of the last of some steps as texts, or their means.
+  """Formats the scalars of some steps: means, or rates of the last step.
 
-  The names in `first` come first, then others, other rates, and groups, as in
-  'g/x'. The loss has its trend since the `earlier` steps.
+  The names in `first` come first, then plain names, rates, and groups ('g/x').
+  The loss has its change since the `earlier` steps.
   """
 
   def mean(records: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
-    """Returns the mean of finite values, and the number of others."""
+    """Returns the mean of finite values and the number of the rest."""
     values = [x[name] for x in records if name in x]
     finite = [x for x in values if math.isfinite(x)]
     found = sum(finite) / len(finite) if finite else math.nan
@@ -84,7 +84,7 @@ def describe(
   order = lambda x: ([x != name for name in first], '/' in x, x in FORMATS)
   for name in sorted(recent[-1], key=order):
     value, note = recent[-1][name], ''
-    if name in FORMATS:  # Not averaged. One of 0 is not known yet.
+    if name in FORMATS:  # It is not averaged. A value of 0 means unknown.
       texts.append(FORMATS[name].format(value) if value else '')
       continue
     if isinstance(value, float):
@@ -98,7 +98,7 @@ def describe(
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-  """Joins the first parts, as many as fit, and counts the rest."""
+  """Joins as many parts as fit into a width, and counts the rest."""
   parts = list(filter(None, parts))
   for count in range(len(parts), 0, -1):
     left = len(parts) - count
@@ -109,23 +109,22 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def escaped(text: str) -> str:
-  """Returns text whose control characters cannot reach a terminal."""
+  """Escapes control characters, so that they do not reach a terminal."""
   return _CONTROLS.sub(lambda x: x[0].encode('unicode_escape').decode(), text)
 
 
 def print_text(text: Any, file: Any = None) -> None:
-  """Prints text from the files of a run, or an error that may quote them.
+  """Prints text that may quote files of a run, and so is escaped.
 
-  The stream None is stdout. Nothing is printed if it is closed.
+  None as stream means stdout. A closed stream gets nothing.
   """
   stream = file or sys.stdout
   encoding = getattr(stream, 'encoding', None) or 'utf-8'
   raw = f'{escaped(str(text))}\n'.encode(encoding, 'replace')
-  try:  # One write: nothing gets between.
+  try:  # A single write cannot be interleaved.
     print(raw.decode(encoding), end='', file=stream, flush=True)
   except (OSError, ValueError):
-    # Python flushes it again at the exit, where the error would change the exit
-    # code.
+    # Python flushes it again at exit, and an error then changes the exit code.
     with contextlib.suppress(OSError, ValueError):
       os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

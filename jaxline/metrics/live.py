@@ -1,4 +1,4 @@
-"""A live status line that other output scrolls past."""
+"""Draws a live status line at the bottom of a terminal."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from jaxline.base import watchdog
 
 _REFRESH_SECS = 0.25
-_WIDTH = 80  # Of a terminal that does not know its width.
+_WIDTH = 80  # The default for a terminal that does not know its width.
 
 
 class LiveLine:
   """A line at the bottom of a terminal that other output scrolls past.
 
-  The cursor stays visible and no mode of the terminal is changed, so nothing
-  needs to be restored, however the process ends. The line is hidden while a
-  debugger prompts, and while a shell has the process in the background.
+  It keeps the cursor visible and changes no mode of the terminal, so nothing
+  needs to be restored if the process dies. It is hidden while a debugger
+  prompts and while a shell has the process in the background.
   """
 
   def __init__(self, text: Callable[[int], str]):
@@ -35,7 +35,7 @@ class LiveLine:
     streams: set[Any] = {sys.stdout, sys.stderr}
     for stream in filter(is_terminal, streams):
       self._writes[stream] = stream.write
-      # Replace the method, not the stream: handlers of logging have it too.
+      # Replace the method instead of the stream, which logging handlers hold.
       stream.write = functools.partial(self._write, stream)
     threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
 
@@ -49,7 +49,7 @@ class LiveLine:
       stream.write = write
 
   def _is_hidden(self) -> bool:
-    # A terminal of no shell, or of Windows.
+    # These errors mean a terminal without a shell, or Windows.
     with contextlib.suppress(OSError, ValueError, AttributeError):
       if os.tcgetpgrp(self._out.fileno()) != os.getpgrp():
         return True
@@ -58,13 +58,13 @@ class LiveLine:
 
   def _write(self, stream: Any, text: str) -> int:
     write = self._writes[stream]
-    if os.getpid() != self._pid:  # Forked, perhaps while the lock was held.
+    if os.getpid() != self._pid:  # The lock may have been held at the fork.
       return write(text)
     with self._lock:
       if not text or self._is_hidden():
         return write(text)
       write(f'\x1b[J{text}')
-      # A progress bar ends its text with neither, and is left as it is.
+      # Do not draw over a progress bar, whose text ends with neither.
       self._is_mid_line = not text.endswith(('\n', '\r'))
       self._draw()
     return len(text)
@@ -86,5 +86,5 @@ def is_terminal(stream: Any) -> bool:
   """Returns whether a stream is a terminal that can redraw a line."""
   try:
     return stream.isatty() and os.environ.get('TERM', '') != 'dumb'
-  except (AttributeError, ValueError):  # None, or closed.
+  except (AttributeError, ValueError):  # The stream is None or closed.
     return False

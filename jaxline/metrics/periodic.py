@@ -17,27 +17,27 @@ class Action:
     """Is called after each step with its scalars, still on the devices."""
 
   def share(self, executor: async_lib.SerialExecutor) -> None:
-    """Is given the log's thread, where asynchronous calls keep their order."""
+    """Takes the log's thread, on which asynchronous calls keep their order."""
 
   def update_time(self, t: float, step: int) -> None:
     """Is called before the first step."""
 
   def skip_time(self, seconds: float) -> None:
-    """Is told of time in which no step could run."""
+    """Is called with the length of a pause in which no step could run."""
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
     """Returns a function that waits until all records so far are passed on."""
     return dict
 
   def wait_to_finish(self) -> None:
-    """Is called after the last step; waits for its background work."""
+    """Is called after the last step; waits for background work."""
 
 
 class PeriodicAction(Action):
   """Calls a function at an interval of steps or seconds, on a thread.
 
-  A call costs well under a microsecond where nothing is due. An error of the
-  function is raised by the next call, due or not, and by `wait_to_finish`.
+  A call that is not due costs well under a microsecond. If the function raised
+  an error, the next call, due or not, and `wait_to_finish` raise it.
   """
 
   def __init__(
@@ -55,19 +55,19 @@ class PeriodicAction(Action):
     """Sets when the function is due.
 
     Args:
-      fn: called as `fn(step, scalars)` with a new dict of the step's scalars,
-        on the host. Those of a due step have `steps_per_sec`, the mean rate
-        since the last due step; the rate before if the clock did not advance.
+      fn: Called as `fn(step, scalars)` with a new dict of the step's scalars,
+        on the host. On a due step they include `steps_per_sec`, the mean rate
+        since the last due step (the old rate if the clock did not advance).
       interval_type: 'steps' (due at multiples of the interval) or 'secs' (due
-        when the interval has passed since it was last due); None is 'secs'.
-      interval: steps or seconds; 0 is always, None or a negative number never.
-      start_time: when the first interval begins, in seconds.
-      start_step: the step at that time.
-      run_async: whether it runs on a thread: its own, or that of `share`.
-      log_all_data: call the function after every step, if any can be due.
-      logging_growth_ratios: ratios r for which the steps round(r * 10**k), for
-        any k >= 0, are also due; so are the powers of ten. Needs 'steps'.
-      end_step_to_action: a step that is also due; the last one.
+        when the interval has passed since it was last due); None means 'secs'.
+      interval: Steps or seconds; 0 means always, None or negative means never.
+      start_time: Start of the first interval, in seconds.
+      start_step: The step at that time.
+      run_async: Whether to call it on a separate thread; see `share`.
+      log_all_data: Whether to call it after every step, if any can be due.
+      logging_growth_ratios: Each ratio r adds the due steps round(r * 10**k),
+        k >= 0, and so does r = 1 if there are any ratios. Needs 'steps'.
+      end_step_to_action: An additional due step: the last one.
     """
     ratios = tuple(logging_growth_ratios or ())
     if interval_type not in ('secs', 'steps', None) or (
@@ -75,14 +75,14 @@ class PeriodicAction(Action):
     ):
       raise ValueError(
         f'Got interval_type={interval_type!r}, logging_growth_ratios={ratios};'
-        " expected 'steps' with positive ratios or none, or 'secs' without."
+        " expected 'steps' with positive ratios, or 'secs' without ratios."
       )
     self._fn = fn
     self._by_steps = interval_type == 'steps'
     is_off = interval is None or interval < 0
     self._interval = None if is_off else interval
     self._end_step = end_step_to_action
-    # Steps of 20 digits, even for a ratio of 1e-9.
+    # Reach steps of 20 digits, even with a ratio of 1e-9.
     factors = (1, *ratios) if ratios else ()
     growth = {round(factor * 10**k) for factor in factors for k in range(30)}
     self._due_steps = growth - {0}
@@ -96,11 +96,11 @@ class PeriodicAction(Action):
       self._executor = async_lib.SerialExecutor(async_lib.function_name(fn))
 
   def update_time(self, t: float, step: int) -> None:
-    """Starts the interval, and the measurement of the rate, anew."""
+    """Restarts the interval and the measurement of the rate."""
     self._prev_time, self._prev_step = t, step
 
   def skip_time(self, seconds: float) -> None:
-    """Leaves seconds in which no step could run out of interval and rate."""
+    """Excludes a pause, in which no step could run, from interval and rate."""
     self._prev_time += seconds
 
   def __call__(
@@ -120,7 +120,7 @@ class PeriodicAction(Action):
         seconds = t - self._prev_time
         if seconds > 0:
           self._steps_per_sec = (step - self._prev_step) / seconds
-        if seconds != 0:  # Else the next measurement covers these steps too.
+        if seconds != 0:  # If 0, the next measurement covers these steps too.
           self.update_time(t, step)
         scalars['steps_per_sec'] = self._steps_per_sec
       self._act(step, scalars, is_due)
@@ -137,12 +137,12 @@ class PeriodicAction(Action):
     return not self._interval or elapsed >= self._interval
 
   def share(self, executor: async_lib.SerialExecutor) -> None:
-    """Makes asynchronous calls on another thread."""
+    """Makes asynchronous calls on the thread of `executor`."""
     if self._executor is not None:
       self._executor = executor
 
   def wait_to_finish(self) -> None:
-    """Waits for the calls so far, and raises their error if any."""
+    """Waits for the calls so far; raises their error, if any."""
     if self._executor is not None:
       self._executor.wait()
 

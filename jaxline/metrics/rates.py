@@ -1,4 +1,4 @@
-"""Scalars that the loop adds to those of a step: rates, utilization, memory."""
+"""Computes scalars that the loop adds to a step: rates, utilization, memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxline.base import counting
 from jaxline.base import debug
 from jaxline.metrics import values
 
-# What a step may count, and is then logged per second too.
+# If a step counts these, the loop adds the rates per second.
 _COUNTS = ('tokens_per_step', 'examples_per_step')
 
 
 class Rates:
-  """Adds the rates of an experiment in training to the scalars of a due step.
+  """Adds the rates of a training experiment to the scalars of a due step.
 
-  - `tokens_per_sec` and `examples_per_sec`, of what the step counts;
-  - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model a
-    second and device, three times those of the products of the forward pass;
-  - `mfu`: the same as a fraction of the device's bfloat16 peak, if known;
-  - `device_memory_gib`: the most in use on a local device now, if known.
+  - `tokens_per_sec` and `examples_per_sec`, if the step counts them.
+  - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model per
+    second and device, three times the FLOPs of the forward pass's products.
+  - `mfu`: the same as a fraction of the device's bfloat16 peak, if known.
+  - `device_memory_gib`: current memory use of the fullest local device, if any.
   """
 
   def __init__(self, experiment: Any):
@@ -33,7 +33,7 @@ class Rates:
     self._flops = 0.0
 
   def __call__(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars of a step, on the host, with those that are added."""
+    """Returns a step's scalars with the added ones, on the host."""
     added = dict(scalars)
     steps_per_sec = scalars.get('steps_per_sec')
     if steps_per_sec is None:  # It is not due.
@@ -51,30 +51,30 @@ class Rates:
     return added
 
   def _step_flops(self) -> float:
-    """Returns the FLOPs of the model in a step; 0 where they are not known."""
+    """Returns the FLOPs of the model in a step, or 0 if unknown."""
     batch = self._experiment.traced_batch
-    # Op by op nothing is traced, and a trace would enter breakpoints again.
+    # Op by op, a step is not traced, and tracing would hit breakpoints again.
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0
     if batch is not self._batch:
       self._batch, self._flops = batch, 0.0
       try:
         self._flops = model_flops(self._experiment, batch)
-      except Exception:  # A number in the log is no reason to end the run.
+      except Exception:  # A failure to log a number must not end the run.
         text = 'No tflops_per_sec and mfu: counting the FLOPs of a step failed.'
         logging.warning(text, exc_info=True)
     return self._flops
 
 
 def model_flops(experiment: Any, batch: Any) -> float:
-  """Returns the FLOPs that the model needs for a training step, in all."""
+  """Returns the model's FLOPs for a training step, over all devices."""
   args = experiment.abstract_state(), batch, experiment.abstract_rng()
   traced = experiment.compiled_train_step.trace(*args)
   return counting.PRODUCTS_IN_TRAINING * counting.forward_flops(traced.jaxpr)
 
 
 def bytes_in_use(devices: Sequence[Any]) -> int | None:
-  """Returns the most bytes in use on one of the devices; None if unknown."""
+  """Returns the memory use of the fullest device, or None if unknown."""
   try:
     stats = [device.memory_stats() or {} for device in devices]
   except (NotImplementedError, jax.errors.JaxRuntimeError):

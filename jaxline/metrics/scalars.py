@@ -1,7 +1,7 @@
-"""The scalars of a compiled step, packed into one array.
+"""Packs the scalars of a compiled step into one array.
 
-Each output of a program costs the loop microseconds in each step, and each
-array that is logged a transfer of its own.
+Each output of a program costs the loop microseconds per step, and each logged
+array costs a separate transfer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -20,7 +20,7 @@ _STATIC = {'static': True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Packed:
-  """What a compiled step returns of its scalars: an array, and the others."""
+  """The scalars that a compiled step returns: one array, and the others."""
 
   names: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
   dtypes: tuple[Any, ...] = dataclasses.field(default=(), metadata=_STATIC)
@@ -30,26 +30,25 @@ class Packed:
 
 _NOTHING = Packed()
 
-# The scalar by which a step may judge itself, int32: 0 if the loss and the
-# gradients were finite, else 2 if it was the loss, 3 the gradients, 4 both, 1
-# one of them; or with 'skip' the number of consecutive steps that were not; -1
-# if nothing in its batch has a weight. A sharded step returns it.
+# In this int32 scalar a step may report whether it was finite: 0 if it was; 2
+# if the loss was not, 3 the gradients, 4 both, 1 one of them; -1 if nothing in
+# its batch has a weight. With 'skip', a positive value is the number of
+# consecutive nonfinite steps. A sharded step returns it.
 NONFINITE = 'nonfinite'
-PARTS = 'nonfinite_parts'  # Beside it with 'skip': 0, 2, 3 or 4.
+PARTS = 'nonfinite_parts'  # The 0, 2, 3 or 4 of a step with 'skip'.
 
 
 class Scalars(MutableMapping[str, Any]):
   """A mapping that keeps its 32-bit scalars in one array on the devices.
 
-  When one of these is asked for, also by `{**scalars}` and by functions of
-  `jax.tree`, a small program splits the array on the devices; on a CPU this
-  waits for the step. `scalars | {...}`, `copy` and an assignment leave it
-  packed. `jax.tree.map` of it returns a dict; give it `dict(scalars)` beside
-  other dicts.
+  The first access to one of these, by `{**scalars}` and `jax.tree` too, runs a
+  small program that splits the array on the devices; on a CPU it waits for the
+  step. `scalars | {...}`, `copy` and assignments keep the array packed.
+  `jax.tree.map` returns a dict; to map several trees, pass `dict(scalars)`.
 
   Attributes:
-    others: the values that are not in the array, by name. They replace one in
-      the array of their name.
+    others: Values by name that are not in the array. A value here replaces a
+      number of the same name in the array.
   """
 
   def __init__(
@@ -99,13 +98,13 @@ class Scalars(MutableMapping[str, Any]):
     return Scalars(self._packed, kept | self.others)
 
   def copy(self) -> 'Scalars':
-    """Returns a shallow copy, still packed."""
+    """Returns a shallow copy that stays packed."""
     return Scalars(self._packed, self.others)
 
   def numbers(
     self, convert: Callable[[np.ndarray], Any] = np.ndarray.tolist
   ) -> dict[str, Any]:
-    """Fetches the array; returns its numbers by name, except replaced ones."""
+    """Fetches the array; returns its numbers by name, without replaced ones."""
     names, dtypes = self._packed.names, self._packed.dtypes
     if not names:
       return {}
@@ -140,16 +139,16 @@ def _splitter(dtypes: tuple[Any, ...]) -> Any:
 
 
 def pack(scalars: Mapping[str, Any]) -> Packed:
-  """Packs the 32-bit scalars of a mapping; part of a compiled step."""
+  """Packs the 32-bit scalars of a mapping, within a compiled step."""
   found = {
     name: x
-    for name, x in sorted(scalars.items())  # As the outputs of a program.
+    for name, x in sorted(scalars.items())  # Programs sort outputs by name.
     if getattr(x, 'dtype', None) in _DTYPES and x.shape == ()
   }
   others = {k: x for k, x in scalars.items() if k not in found}
   if not found:
     return Packed(others=others)
-  # The barrier keeps the programs of the numbers, and so their bits.
+  # The barrier keeps XLA from computing the numbers differently.
   numbers = jax.lax.optimization_barrier([*found.values()])
   bits = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in numbers]
   dtypes = tuple(x.dtype for x in numbers)
@@ -157,17 +156,17 @@ def pack(scalars: Mapping[str, Any]) -> Packed:
 
 
 def others_of(scalars: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-  """Returns the values that are not packed; may be changed in place."""
+  """Returns the values that are not packed; you may change them in place."""
   return scalars.others if isinstance(scalars, Scalars) else scalars
 
 
 def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
-  """Returns a shallow copy of a step's scalars, still packed."""
+  """Returns a shallow copy of a step's scalars that stays packed."""
   return scalars.copy() if isinstance(scalars, Scalars) else dict(scalars or {})
 
 
 def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-  """Returns an array and the index of a scalar, or of its bits; or None."""
+  """Returns the array and index of a scalar or of its bits, or None."""
   if isinstance(scalars, Scalars) and name not in scalars.others:
     packed = scalars._packed
     if name not in packed.names:
@@ -177,7 +176,7 @@ def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
 
 
 def leaves(scalars: Any) -> list[Any]:
-  """Returns the arrays of a step's scalars, without splitting any."""
+  """Returns the arrays of a step's scalars without splitting them."""
   if isinstance(scalars, Scalars) and scalars._packed.names:
     others = jax.tree.leaves(scalars.others) if scalars.others else ()
     return [scalars._packed.array, *others]

@@ -1,8 +1,8 @@
-"""Event files for TensorBoard, without TensorFlow.
+"""Writes event files for TensorBoard without TensorFlow.
 
 An event file is a sequence of records: length, checksum, data, checksum. The
 data is an `Event` of tensorflow/core/util/event.proto, which tensorboardX has.
-Its `SummaryWriter` is not used: it cannot cut a file to a length, and its
+Its `SummaryWriter` is not used because it cannot truncate a file, and its
 `flush` returns before its queue is written.
 """
 
@@ -25,24 +25,24 @@ from tensorboardX.proto import tensor_pb2
 from jaxline.metrics import files
 
 _TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-# TIME.HOST.PID.ID: TensorFlow and PyTorch give no such time and ID.
+# TIME.HOST.PID.ID: names by TensorFlow and PyTorch have no such TIME and ID.
 _OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
   """Writes a new event file in a directory that may have older ones.
 
-  So no record follows one that was cut, which would hide it. A batch of images
-  is one tag with B samples. Texts are shown verbatim (not as Markdown).
+  In a new file no record follows a truncated one, which would hide it. A batch
+  of images is one tag with B samples. Texts are shown verbatim (no Markdown).
 
-  `resume` cuts the older event files, but not those of other programs.
-  TensorBoard may have a file open: it would show no more points if that file
-  were deleted, or cut and appended to. So the new file goes on with SessionLog
-  START events, which tell it to hide the points that were cut.
+  `resume` truncates the older event files of this library. TensorBoard may have
+  one open, and would show no more points if it were deleted, or truncated and
+  then appended to. So the new file has SessionLog START events, which tell
+  TensorBoard to hide the removed points.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-    """Opens a new event file in a directory, which it makes if need be."""
+    """Opens a new event file in a directory, which it creates if needed."""
     self._names: list[str] = []
     self._event = event_pb2.Event()
     self._numbers: list[summary_pb2.Summary.Value] = []
@@ -51,8 +51,8 @@ class TensorBoardWriter(files.FileBackend):
     owner = f'{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}'
     names = os.listdir(log_dir) if os.path.isdir(log_dir) else []
     found = map(_TIME.match, names)
-    # TensorBoard reads the files in the order of their names: a later one than
-    # all others, also if the clock was set back.
+    # TensorBoard reads files in the order of their names, so the new name must
+    # be the last, even if the clock was set back.
     now = max([time.time(), *(int(x[1]) + 1 for x in found if x)])
     name = f'events.out.tfevents.{now:017.6f}.{owner}'
     super().__init__(os.path.join(log_dir, name))
@@ -64,8 +64,8 @@ class TensorBoardWriter(files.FileBackend):
   def encode(self, record: files.Record) -> bytes:
     values = record.values
     if record.kind == 'scalars':
-      # Most steps have the same names: to make the messages again would take
-      # the thread four times as long.
+      # Reuse the messages if the names have not changed: making them again
+      # would take the thread four times as long.
       if self._names != (names := list(values)):
         self._event = event_pb2.Event()
         add = self._event.summary.value.add
@@ -93,14 +93,14 @@ class TensorBoardWriter(files.FileBackend):
     start = event_pb2.Event(
       wall_time=time.time(), step=step + 1, session_log=session
     )
-    # Twice: TensorBoard takes the first that it finds in a directory for the
-    # start of the run and hides nothing.
+    # Write it twice: TensorBoard takes the first START event in a directory for
+    # the start of the run and hides nothing.
     for _ in range(2):
       self._append(_frame(start))
 
 
 def _frame(event: event_pb2.Event) -> bytes:
-  """Returns an event as a record of a file."""
+  """Encodes an event as a record."""
   data = event.SerializeToString()
   parts = struct.pack('<Q', len(data)), data
   sums = [struct.pack('<I', record_writer.masked_crc32c(x)) for x in parts]
@@ -108,9 +108,9 @@ def _frame(event: event_pb2.Event) -> bytes:
 
 
 def _tensor(kind: str, x: Any) -> dict[str, Any]:
-  """Returns a tensor of strings, and the metadata of the plugin for it."""
+  """Returns a tensor of strings and the metadata for its plugin."""
   if kind == 'texts':
-    # Indented by four spaces, Markdown shows any text as it is.
+    # Markdown shows text verbatim if it is indented by four spaces.
     block = '\n'.join('    ' + line for line in x.split('\n'))
     plugin, strings = 'text', [block.encode()]
   else:
@@ -129,11 +129,11 @@ def _to_png(image: np.ndarray) -> bytes:
   height, width, channels = image.shape
   color_type = {1: 0, 3: 2, 4: 6}[channels]
   header = struct.pack('>2I5B', width, height, 8, color_type, 0, 0, 0)
-  # Each row begins with its filter: 0, none.
+  # Each row begins with its filter; 0 means none.
   rows = np.pad(image.reshape(height, -1), [(0, 0), (1, 0)]).tobytes()
   png = b'\x89PNG\r\n\x1a\n'
   chunks = [b'IHDR' + header, b'IDAT' + zlib.compress(rows), b'IEND']
-  for chunk in chunks:  # A kind of four bytes, and its data.
+  for chunk in chunks:  # A chunk is a kind of four bytes and its data.
     png += struct.pack('>I', len(chunk) - 4) + chunk
     png += struct.pack('>I', zlib.crc32(chunk))
   return png

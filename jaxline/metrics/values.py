@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxline.metrics import scalars as scalars_lib
 
-# Names of scalars that were skipped.
+# Names of skipped scalars, to warn only once.
 _warned: set[str] = set()
 
 
 def to_step(global_step: Any) -> int:
-  """Returns the step as an int; all elements of an array are the step."""
+  """Returns the step as an int; in an array, all elements are the step."""
   if isinstance(global_step, jax.Array):
-    # One shard is enough, and on several hosts it is all that there is.
+    # Read one shard, since other shards may be on other hosts.
     global_step = global_step.addressable_data(0)
   return int(np.asarray(global_step).flat[0])
 
@@ -25,11 +25,11 @@ def to_step(global_step: Any) -> int:
 def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
   """Returns the numbers in a mapping as Python numbers, in its order.
 
-  Integers and bools become int (exact), other numbers float. A nested mapping
-  is flattened: `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. What is no real
-  number of up to 64 bits and no array with one (None, a string, a bigger array,
-  a typed random key, one that was donated meanwhile) is skipped, with one
-  warning per name. This waits for device arrays to be computed.
+  It takes real numbers of up to 64 bits and arrays with one of them. Integers
+  and bools become (exact) ints, the rest floats. Nested mappings are flattened:
+  `{'loss': {'kl': 1.}}` gives `{'loss/kl': 1.}`. Anything else (None, a string,
+  a larger array, a typed random key, a donated array) is skipped, with one
+  warning per name. The call waits for the computation of arrays.
   """
   flat: dict[str, int | float] = {}
   if isinstance(scalars, scalars_lib.Scalars):
@@ -44,8 +44,8 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
     elif str(name) not in _warned:
       _warned.add(str(name))
       logging.warning(
-        'Scalar "%s" is skipped, now and from here on: got %s, expected a '
-        'number or an array with one element.',
+        'Skipping the scalar "%s" from now on: got %s, expected a number or an '
+        'array with one element.',
         name,
         getattr(value, 'aval', type(value).__name__),
       )
@@ -53,9 +53,9 @@ def to_scalars(scalars: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns values with all arrays in them on the host; waits for them.
+  """Copies all arrays in some values to the host; waits for them.
 
-  An array that was donated meanwhile becomes None.
+  An array whose buffer was donated to a later step becomes None.
   """
   if isinstance(values, scalars_lib.Scalars):
     values = values.numbers(np.asarray) | values.others
@@ -63,10 +63,10 @@ def fetch(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fetch(value: Any) -> Any:
-  # jax.device_get would hold the GIL ten times as long.
+  # jax.device_get holds the GIL ten times as long.
   try:
     return np.asarray(value) if isinstance(value, jax.Array) else value
-  except TypeError:  # A typed random key.
+  except TypeError:  # It is a typed random key.
     return value
   except RuntimeError:
     if not value.is_deleted():
@@ -76,7 +76,7 @@ def _fetch(value: Any) -> Any:
 
 def start_fetch(tree: Any) -> None:
   """Starts the transfers of all arrays of a tree to the host."""
-  if jax.default_backend() != 'cpu':  # There, all are on the host.
+  if jax.default_backend() != 'cpu':  # On the CPU they are on the host already.
     is_packed = lambda x: isinstance(x, scalars_lib.Scalars)
     for part in jax.tree.leaves(tree, is_leaf=is_packed):
       for x in scalars_lib.leaves(part):
@@ -85,9 +85,9 @@ def start_fetch(tree: Any) -> None:
 
 
 def _to_number(value: Any) -> int | float | None:
-  """Returns a number as int or float, anything else as None."""
+  """Returns a number as int or float, and anything else as None."""
   if isinstance(value, jax.Array):
-    # These properties take as long as the fetch: none of them for a scalar.
+    # Skip these properties for a scalar: they take as long as the fetch.
     is_one = not value.shape or (
       value.size == 1
       and (value.is_fully_addressable or value.is_fully_replicated)
@@ -97,13 +97,13 @@ def _to_number(value: Any) -> int | float | None:
     value = np.asarray(value)
   if isinstance(value, np.ndarray):
     value = value.item() if value.size == 1 else None
-  if isinstance(value, int):  # True and False are ints, too.
+  if isinstance(value, int):  # Bools are ints too.
     return int(value) if -(2**63) <= value < 2**64 else None
   return float(value) if isinstance(value, numbers.Real) else None
 
 
 def copy_image(name: str, image: Any) -> Any:
-  """Returns a copy of an image that no later step can change, on its device."""
+  """Copies an image on its device, so that no later step changes it."""
   if not isinstance(image, jax.Array):
     image = np.asarray(image)
   elif image.is_fully_replicated:
@@ -119,17 +119,17 @@ def copy_image(name: str, image: Any) -> Any:
     raise ValueError(
       f'Image "{name}": got {image.dtype} of shape {image.shape}, expected'
       ' uint8 in 0..255, bool, or floats in 0..1 of shape [H, W], [H, W, C] or'
-      ' [B, H, W, C], where C is 1, 3 or 4. Grey images in a batch need a last'
-      ' axis of 1: images[..., None].'
+      ' [B, H, W, C], where C is 1, 3 or 4. A batch of gray images needs a last'
+      ' axis of size 1: images[..., None].'
     )
   return image.copy()
 
 
 def _to_image(image: Any) -> np.ndarray:
-  """Returns an image [H, W], [H, W, C] or [B, H, W, C] as uint8 with all."""
+  """Converts [H, W], [H, W, C] or [B, H, W, C] to uint8 [B, H, W, C]."""
   image = np.asarray(image)
   if image.dtype != np.uint8:
-    # What is out of range is clipped, as by TensorFlow, and NaN is black.
+    # Clip values out of range, as TensorFlow does, and make NaN black.
     image = np.clip(np.nan_to_num(image.astype(np.float32)), 0, 1)
     image = np.round(image * 255).astype(np.uint8)
   if image.ndim == 2:
@@ -140,7 +140,7 @@ def _to_image(image: Any) -> np.ndarray:
 CONVERSIONS: dict[str, Callable[[Mapping[Any, Any]], dict[Any, Any]]] = {
   'scalars': to_scalars,
   'images': lambda images: {str(k): _to_image(x) for k, x in images.items()},
-  # Text generated byte by byte may hold lone surrogates, which no file takes.
+  # Text generated byte by byte may hold lone surrogates, which are not UTF-8.
   'texts': lambda texts: {
     str(k): str(x).encode('utf-8', 'replace').decode() for k, x in texts.items()
   },

@@ -1,4 +1,4 @@
-"""Metric writers: the queue and thread of a run, and its backends by name."""
+"""Writes metrics: the queue and thread of a run, and its backends by name."""
 
 import collections
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from jaxline.metrics import values as values_lib
 
 F = TypeVar('F', bound=Callable[..., Any])
 
-# The names that experiments and forks use.
+# Experiments and forks use these names.
 Backend = files.Backend
 Record = files.Record
 JsonlWriter = files.JsonlWriter
@@ -28,34 +28,34 @@ to_scalars = values_lib.to_scalars
 
 
 class Writer(Protocol):
-  """A program's own writer; it may have the other methods of `MetricWriter`."""
+  """A user's writer; it may have other methods of `MetricWriter` too."""
 
   def write_scalars(self, global_step: int, scalars: Mapping[str, Any]) -> None:
     """Writes named numbers at a step."""
 
 
-# Images that wait for the thread, on the devices.
+# The limit of images on the devices that wait for the thread.
 _MAX_BYTES = 1 << 30
-# How long, in seconds, records that follow others closely wait for more.
+# Within this many seconds of a write, the thread waits to collect more records.
 _LINGER = 0.005
-# The arguments of `put`, and the time.
+# The arguments of `put` and the time.
 _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 
 
 class MetricWriter(contextlib.AbstractContextManager):
-  """Writes to backends on one background thread, behind a bounded queue.
+  """Writes to backends on one background thread with a bounded queue.
 
-  `global_step` is an int or an array whose elements are all the step (one copy
-  per device). Scalars on a device are fetched on the thread: pass metrics of a
-  step, not parts of its state, which is donated to the next step. Images are
+  `global_step` is an int, or an array whose elements all are the step (one copy
+  per device). The thread fetches scalars from the devices, so pass metrics of a
+  step and not parts of its state, which is donated to the next step. Images are
   copied at once, on their device.
 
-  A write waits while the queue is full. The first error on the thread is raised
-  by every later write and flush and by the close; the other backends still get
-  what was queued. Any thread may write and flush.
+  A write waits while the queue is full. After an error on the thread, every
+  write, flush and close raises the first error, and the other backends still
+  get the queued records. Any thread may write and flush.
 
   Attributes:
-    executor: the thread, which periodic actions share.
+    executor: The thread, which periodic actions share.
   """
 
   _conversions = values_lib.CONVERSIONS
@@ -65,18 +65,18 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._backends: list[Backend] = []
     for backend in backends:
       self.add(backend)
-    # Reentrant: a signal handler may write while its thread is in a write.
+    # It is reentrant, since a signal handler may interrupt a write and write.
     self._lock = threading.RLock()
-    # The records since the last mark. While there are any, the executor has a
+    # The records since the last flush. If there are any, the executor has a
     # call that writes them all.
     self._items: collections.deque[_Item] = collections.deque()
     self._is_closed = False
-    self._written = 0.0  # When the thread last wrote.
-    self._image_bytes = 0  # Since the queue was last known to be empty.
+    self._written = 0.0  # The time at which the thread last wrote.
+    self._image_bytes = 0  # Counted since the queue was last known to be empty.
     self.executor = async_lib.SerialExecutor('jaxline-writer')
 
   def add(self, backend: Backend | Writer) -> None:
-    """Also writes to another backend, which is closed with this writer."""
+    """Adds a backend, which is closed with this writer."""
     if not isinstance(backend, Backend):
       backend = files.Adapter(backend)
     self._backends.append(backend)
@@ -86,19 +86,19 @@ class MetricWriter(contextlib.AbstractContextManager):
     return any(kind in backend.kinds for backend in self._backends)
 
   def write_scalars(self, global_step: Any, scalars: Mapping[str, Any]) -> None:
-    """Writes named numbers, as `to_scalars` accepts them."""
+    """Writes named numbers; see `to_scalars` for the accepted types."""
     self.put('scalars', _snapshot(global_step), _snapshot(scalars))
 
   def write_texts(self, global_step: Any, texts: Mapping[str, str]) -> None:
-    """Writes named plain texts of any number of lines, shown as they are."""
+    """Writes named plain texts of any number of lines, shown verbatim."""
     self.put('texts', _snapshot(global_step), dict(texts))
 
   def write_images(self, global_step: Any, images: Mapping[str, Any]) -> None:
     """Writes named images.
 
-    They are [H, W], [H, W, C] or [B, H, W, C] with C 1 (grey), 3 (RGB) or 4
-    (RGBA); uint8 in 0..255, bool, or floating point in 0..1. Any other array
-    raises ValueError.
+    They are [H, W], [H, W, C] or [B, H, W, C] with C = 1 (gray), 3 (RGB) or 4
+    (RGBA), and uint8 in 0..255, bool, or floating point in 0..1. Other arrays
+    raise ValueError.
     """
     copies = {k: values_lib.copy_image(k, x) for k, x in images.items()}
     size = sum(x.nbytes for x in copies.values())
@@ -115,10 +115,10 @@ class MetricWriter(contextlib.AbstractContextManager):
     values: Mapping[str, Any],
     finish: Callable[[dict[str, Any]], dict[str, Any]] = dict,
   ) -> None:
-    """Queues a record of values that the caller does not change.
+    """Queues a record of values, which the caller must not change.
 
-    `kind` is one of `files.KINDS`, or another that a backend knows. `finish`
-    maps the converted values to those to write; it runs on the thread.
+    `kind` is one of `files.KINDS`, or a kind that only some backends take.
+    On the thread, `finish` maps the converted values to the final ones.
     """
     if not self.takes(kind):
       return
@@ -138,11 +138,11 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def _write(self, queued: collections.deque[_Item]) -> None:
     """Converts and writes all queued records; keeps the first error."""
-    # A wake of this thread costs the training thread more than a record does.
+    # Waking this thread costs the training thread more than a record.
     if queued is self._items and time.monotonic() - self._written < _LINGER:
       time.sleep(_LINGER)
     items: list[_Item] = []
-    while queued:  # Until it is empty, so that the next `put` makes a call.
+    while queued:  # When it is empty, the next `put` makes a new call.
       items.append(queued.popleft())
     records: list[Record] = []
     values_lib.start_fetch([item[3] for item in items])
@@ -160,38 +160,38 @@ class MetricWriter(contextlib.AbstractContextManager):
         self.executor.run(functools.partial(backend.write, chosen))
 
   def _behind(self, *calls: Callable[[], Any]) -> Callable[[], Any]:
-    """Calls `wait_async` behind all records so far, before all later ones."""
+    """Queues calls after all records so far; returns a function that waits."""
     with self._lock:
       self._items = collections.deque()
       return self.executor.wait_async(*calls)
 
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
-    """Removes what earlier processes wrote after the restored checkpoint.
+    """Removes the records that were written after the restored checkpoint.
 
-    `step` is its step, -1 if the run is new, and `lengths` is what `flush`
-    returned then. Other log files become empty.
+    `step` is its step, or -1 if the run is new. `lengths` is the result of
+    `flush` at that time. Log files that are not in it become empty.
     """
     self._behind(
       *(functools.partial(x.resume, step, lengths) for x in self._backends)
     )()
 
   def flush(self) -> dict[str, int]:
-    """Waits for the disk; returns path -> length of the log files in bytes."""
+    """Waits for the disk; returns the log files' lengths in bytes, by path."""
     return self.flush_async()()
 
   def flush_async(self) -> Callable[[], dict[str, int]]:
-    """Starts a flush, and returns a function that waits for its result."""
+    """Starts a flush; returns a function that waits for its result."""
     return self._behind(
       lambda: {k: v for x in self._backends for k, v in x.flush().items()}
     )
 
   def wait_to_finish(self) -> None:
-    """Waits until the backends have all records, and raises their error."""
+    """Waits until the backends have all records; raises their error, if any."""
     self.executor.wait()
 
   def close(self) -> None:
-    """Flushes and ends the writer; closing twice is allowed."""
-    with self._lock:  # Behind what a write has accepted.
+    """Flushes and closes the writer. A second call does nothing."""
+    with self._lock:  # Close after all accepted writes.
       if self._is_closed:
         return
       self._is_closed = True
@@ -204,12 +204,12 @@ class MetricWriter(contextlib.AbstractContextManager):
     except Exception as e:
       if kind is None:
         raise
-      # Often of the same cause as the error that leaves the block.
+      # It often has the same cause as the error that leaves the block.
       logging.error('Closing a writer failed as well: %r', e)
 
 
 def _snapshot(value: Any) -> Any:
-  """Copies what the caller may change: mappings and arrays on the host."""
+  """Copies mappings and host arrays, which the caller may change."""
   if isinstance(value, np.ndarray | scalars_lib.Scalars):
     return value.copy()
   if isinstance(value, Mapping):
@@ -221,10 +221,10 @@ _factories: dict[str, Callable[[Any, str, pathlib.Path], Any]] = {}
 
 
 def register(name: str) -> Callable[[F], F]:
-  """Lets `config.writers` name a writer; decorates its factory or class.
+  """Decorates a factory or class of writers that `config.writers` can name.
 
-  It is called as `factory(config, mode, directory)`, where the mode is 'train'
-  or 'eval'. The writer needs no method but `write_scalars`.
+  It is called as `factory(config, mode, directory)`, where `mode` is 'train' or
+  'eval'. The only method that a writer needs is `write_scalars`.
   """
 
   def add(factory: F) -> F:
@@ -236,7 +236,7 @@ def register(name: str) -> Callable[[F], F]:
 
 @register('tensorboard')
 def _make_tensorboard(config: Any, mode: str, directory: pathlib.Path) -> Any:
-  # tensorboardX takes as long to import as half of jax.
+  # The import of tensorboardX takes half as long as the import of jax.
   from jaxline.metrics import tensorboard
 
   return tensorboard.TensorBoardWriter(directory)
@@ -248,7 +248,7 @@ register('jsonl')(
 
 
 def make(name: str, config: Any, mode: str, directory: pathlib.Path) -> Any:
-  """Returns a new writer of a registered name; else raises UsageError."""
-  note = ' What the terminal shows is config.console, and no writer.'
+  """Makes a writer of a registered name; raises UsageError for other names."""
+  note = ' To choose the output on the terminal, set config.console.'
   errors.check_names([name], list(_factories), 'writer', 'config.writers', note)
   return _factories[name](config, mode, directory)

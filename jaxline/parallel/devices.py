@@ -1,4 +1,4 @@
-"""Moves the values of the per-device style between host and devices."""
+"""Moves values of the per-device style between host and devices."""
 
 import collections
 from collections.abc import Generator, Iterable
@@ -15,12 +15,12 @@ T = TypeVar('T')
 
 KEYS = (
   keys.Key('max_steps_in_flight', None, keys.optional(keys.COUNT),
-      'How many training steps may be queued on the devices: 2 keeps them busy,'
-      ' 1 waits for each step. None is 2, or 1 for several CPU devices, whose'
+      'Limit on training steps queued on the devices: 2 keeps them busy, 1'
+      ' waits for each step. None means 2, or 1 for several CPU devices, whose'
       ' collectives can starve each other.'),
 )  # fmt: skip
 
-# Sums a tree over the devices of a mapped axis; JAXline's name for it.
+# JAXline's name for a sum of a tree over the devices of a mapped axis.
 tree_psum = jax.lax.psum
 
 
@@ -37,7 +37,7 @@ def get_first(xs: Any) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
       row = x.addressable_data(0)
       if row.shape == (1, *x.shape[1:]):
-        # x[0] would be a program on all devices, and copy the row to each.
+        # x[0] would run a program on all devices and copy the row to each.
         return jax.lax.squeeze(row, (0,))
     return x[0]
 
@@ -47,13 +47,13 @@ def get_first(xs: Any) -> Any:
 def bcast_local_devices(value: Any) -> Any:
   """Copies a tree of arrays, keys or numbers to every local device.
 
-  Its arrays become [local devices, ...], with one row on each device.
+  The arrays become [local devices, ...], with one row on each device.
   """
   devices = jax.local_devices()
   sharding = local_sharding()
 
   def bcast(x: Any) -> jax.Array:
-    # A copy, since on a CPU the result could share the memory of `x`.
+    # Copy, since on a CPU the result could share memory with `x`.
     row = x[None] if isinstance(x, jax.Array) else np.array(x)[None]
     rows = [jax.device_put(row, device) for device in devices]
     shape = (len(devices), *row.shape[1:])
@@ -63,16 +63,16 @@ def bcast_local_devices(value: Any) -> Any:
 
 
 def maybe_device_get(x: Any) -> Any:
-  """Fetches a JAX array to the host; returns anything else as it is."""
+  """Fetches a JAX array to the host; returns anything else unchanged."""
   return jax.device_get(x) if isinstance(x, jax.Array) else x
 
 
 def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
-  """Keeps two batches on the devices, the one in use and the next.
+  """Keeps two batches on the devices, the current one and the next.
 
-  The copy of a batch then overlaps with the computation on the batch before
-  it. Closing the generator closes the iterator of `ds`, whose batches are trees
-  of [local devices, ...] arrays on the host.
+  So the copy of a batch overlaps with the computation on the previous batch.
+  The batches of `ds` are trees of [local devices, ...] arrays on the host.
+  Closing the generator closes the iterator of `ds`.
   """
   sharding = local_sharding()
   ahead: collections.deque[T] = collections.deque()
@@ -90,27 +90,27 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
 
 
 def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
-  """Returns `double_buffer(ds)` on GPUs, and `ds` itself elsewhere."""
+  """Returns `double_buffer(ds)` on GPUs, and `ds` on other platforms."""
   return double_buffer(ds) if jax.default_backend() == 'gpu' else ds
 
 
 def rendezvous() -> None:
-  """Waits until all hosts have come here, and counts their devices."""
+  """Waits until all hosts have called it, and checks the number of devices."""
   with debug.log_activity('rendezvous'):
     ones = np.ones([jax.local_device_count()], np.int32)
     sums = jax.pmap(lambda x: jax.lax.psum(x, 'i'), axis_name='i')(ones)
     got = jax.device_get(sums).tolist()
     if set(got) != {jax.device_count()}:
       raise ValueError(
-        f'Rendezvous: the devices of this host counted {got} devices, expected '
+        f'Rendezvous: the devices of this host counted {got} devices; expected '
         f'{jax.device_count()}. Start all processes with the same settings.'
       )
 
 
 def layout(value: Any) -> dict[Any, Any] | None:
-  """Returns where the arrays of a tree lie: path -> (shape, sharding).
+  """Returns the (shape, sharding) of the arrays of a tree, by path.
 
-  It is None unless all leaves are jax.Arrays, whose shapes stay.
+  The result is None unless all leaves are jax.Arrays, whose shapes are fixed.
   """
   leaves = jax.tree.leaves_with_path(value)
   if not leaves or not all(isinstance(x, jax.Array) for _, x in leaves):
@@ -119,10 +119,10 @@ def layout(value: Any) -> dict[Any, Any] | None:
 
 
 def put_by_layout(value: Any, layout: dict[Any, Any] | None) -> Any:
-  """Puts the arrays of a tree where those of the same path and shape were.
+  """Restores each array's recorded sharding, matched by path and shape.
 
-  Numpy arrays without a place go to the default device. Without a layout the
-  tree stays as it is.
+  NumPy arrays without a match go to the default device. If the layout is None,
+  the tree is returned unchanged.
   """
   if layout is None:
     return value
@@ -137,22 +137,22 @@ def put_by_layout(value: Any, layout: dict[Any, Any] | None) -> Any:
 
 
 def freeze(x: Any) -> Any:
-  """Returns a copy of a leaf that no later step can change, on the host.
+  """Copies a leaf to the host, so that no later step can change it.
 
-  A typed key stays one, and of an array of several hosts this host's part is
-  copied on its devices. Anything else is returned as it is.
+  Typed keys remain typed. Of an array that spans hosts, this host's shards are
+  copied on their devices. Values other than arrays are returned unchanged.
   """
   if isinstance(x, jax.Array):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       data = freeze(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not x.is_fully_addressable:
-      # Shard by shard, since other hosts may not be saving.
+      # Copy shard by shard, since other hosts may not be saving.
       parts = [jnp.copy(shard.data) for shard in x.addressable_shards]
       return jax.make_array_from_single_device_arrays(
         x.shape, x.sharding, parts
       )
-    # device_get on a CPU gives a view of the device's buffer, which the next
+    # On a CPU, device_get returns a view of the device's buffer, which the next
     # step may donate and overwrite.
     return np.array(x)
   return x.copy() if isinstance(x, np.ndarray) else x

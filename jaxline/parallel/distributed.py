@@ -1,4 +1,4 @@
-"""Connects the processes of a run, and lets process 0 decide for all.
+"""Connects the processes of a run and lets process 0 decide for all.
 
 docs/reference/launching.md describes `config.distributed`.
 """
@@ -28,7 +28,7 @@ from jaxline.base.keys import MAPPINGS, Check, Key
 T = TypeVar('T')
 
 MODES = ('auto', 'off')
-# The keys of a mapping, and their environment variables.
+# Maps the keys of `config.distributed` to environment variables.
 VARIABLES = {
   'coordinator': 'JAX_COORDINATOR_ADDRESS',
   'num_processes': 'JAX_NUM_PROCESSES',
@@ -49,8 +49,8 @@ def _check(source: str, value: Mapping[str, Any]) -> bool:
   ):
     raise errors.UsageError(
       f"{source}: {dict(value)}; expected a coordinator such as 'node0:1234',"
-      ' num_processes, and a process_id from 0 to num_processes - 1, which'
-      ' differs in each process.'
+      ' num_processes, and a process_id from 0 to num_processes - 1 that is'
+      ' different in each process.'
     )
   return True
 
@@ -60,20 +60,20 @@ KEYS = (
         f'one of {MODES}, or a dict with the keys {tuple(VARIABLES)}',
         lambda x: x in MODES or (
           isinstance(x, MAPPINGS) and _check('config.distributed', x)), object),
-      'How several processes connect. `auto`: by a cluster that JAX knows or'
-      " the launcher's variables; without either, this is one process. `off`:"
-      ' this is one process. See docs/reference/launching.md.'),
+      'How processes connect. `auto` uses a cluster that JAX knows or the'
+      " launcher's variables; without either, the run has one process. `off`:"
+      ' the run has one process. See docs/reference/launching.md.'),
 )  # fmt: skip
 
 
 def has_started() -> bool:
-  """Returns whether JAX has started, after which it reads no settings."""
+  """Returns whether JAX has started and no longer reads settings."""
   return xla_bridge.backends_are_initialized()
 
 
 def has_others() -> bool:
-  """Returns whether this process is connected to others of the run."""
-  # `jax.process_count` would start the devices.
+  """Returns whether this process is connected to other processes of the run."""
+  # `jax.process_count` would initialize the devices.
   count = jax_distributed.global_state.num_processes
   return jax.distributed.is_initialized() and (count or 1) > 1
 
@@ -81,8 +81,8 @@ def has_others() -> bool:
 def initialize(value: Any) -> None:
   """Connects to the other processes of the run, if there are any.
 
-  Call it with `config.distributed` before any device is used. If a process does
-  not connect in time, JAX prints its error and ends the process.
+  Call it with `config.distributed` before you use any device. If this process
+  cannot connect in time, JAX prints an error and ends it.
   """
   KEYS[0].check.require('config.distributed', value)
   if value != 'off' and not jax.distributed.is_initialized():
@@ -90,14 +90,14 @@ def initialize(value: Any) -> None:
     if place is not None and place['num_processes'] > 1:
       _connect(place)
   if has_others():
-    # Without this exchange, gloo aborts some of three processes that lose one
-    # later ('collective mismatch').
+    # If three processes lose one later, gloo would abort some of the rest
+    # ('collective mismatch') without this exchange.
     multihost_utils.sync_global_devices('start')
 
 
 def _connect(place: dict[str, Any]) -> None:
   logging.info('Connecting to the other processes: this is %s.', place)
-  # gRPC asks the proxy of `http_proxy` for any other address.
+  # gRPC would connect to this address through `http_proxy`.
   host = place['coordinator'].rpartition(':')[0].strip('[]')
   env, key = os.environ, 'no_grpc_proxy'
   env[key] = f'{env.get(key, env.get("no_proxy", ""))},{host}'.lstrip(',')
@@ -110,7 +110,7 @@ def _connect(place: dict[str, Any]) -> None:
         place['num_processes'],
         place['process_id'],
         local_device_ids=place.get('local_device_ids'),
-        # Every value is known.
+        # JAX need not detect values, since all are given.
         cluster_detection_method='deactivate',
         initialization_timeout=_CONNECT_SECS,
         heartbeat_timeout_seconds=_HEARTBEAT_SECS,
@@ -125,13 +125,13 @@ def _connect(place: dict[str, Any]) -> None:
 
 
 def _found() -> dict[str, Any] | None:
-  """Returns the place of this process by the environment; None without one."""
+  """Returns this process's place from the environment, or None."""
   given: dict[str, Any] = {
     key: int(text) if text.isdecimal() else text
     for key, name in VARIABLES.items()
     if (text := os.environ.get(name))
   }
-  # The address may be given on a cluster, which has the other values.
+  # A cluster knows the rest, so the address may be given alone.
   cluster = None if given.keys() - {'coordinator'} else _cluster()
   if cluster is None:
     if given:
@@ -149,14 +149,14 @@ def _found() -> dict[str, Any] | None:
       timeout_secs=_CONNECT_SECS,
       override_coordinator_port=os.environ.get('JAX_COORDINATOR_PORT'),
     ),
-    # One GPU for each process of Slurm or MPI.
+    # Give one GPU to each process of Slurm or MPI.
     'local_device_ids': None if local is None or _keeps_gpus() else [local],
   }
 
 
 def _cluster() -> type[clusters.ClusterEnv] | None:
-  # JAX's own loop also accepts a pod that belongs to no job (a notebook), and a
-  # TPU VM whose TPU is not to be used.
+  # JAX's own loop would accept a pod that belongs to no job (a notebook), and a
+  # TPU VM whose TPU is not used.
   platforms = jax.config.jax_platforms or 'tpu'  # type: ignore[attr-defined]
   for cluster in clusters.ClusterEnv._cluster_types:
     if issubclass(cluster, cloud_tpu_cluster.BaseTpuCluster):
@@ -164,7 +164,7 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
     elif issubclass(cluster, clusters.K8sCluster):
       is_usable = 'JOB_COMPLETION_INDEX' in os.environ
       if is_usable:
-        # Without this package JAX only warns, and each pod would train alone.
+        # If it is missing, JAX only warns, and each pod would train alone.
         importlib.import_module('kubernetes')
     else:
       is_usable = not cluster.opt_in_only_method
@@ -174,19 +174,19 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
 
 
 def _keeps_gpus() -> bool:
-  """Returns whether JAX shall not give this process of Slurm or MPI one GPU."""
-  # If a node has one process, its other GPUs would be idle.
+  """Returns whether not to give one GPU to this process of Slurm or MPI."""
+  # If a node has only one process, one GPU would leave the rest idle.
   per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
   return (
-    bool(os.environ.get('JAX_LOCAL_DEVICE_IDS'))  # JAX reads it.
+    bool(os.environ.get('JAX_LOCAL_DEVICE_IDS'))  # JAX selects the GPUs by it.
     or re.fullmatch(r'1(\(x\d+\))?(,1(\(x\d+\))?)*', per_node) is not None
     or os.environ.get('OMPI_COMM_WORLD_LOCAL_SIZE') == '1'
   )
 
 
-# The next of each series.
+# The number of the next decision of each series.
 _numbers: dict[str, int] = collections.defaultdict(int)
-# JAX takes no infinity. It ends this process if another one is lost.
+# JAX requires a finite timeout. If a process is lost, JAX ends the others.
 _FOREVER_MS = 10**12
 
 
@@ -196,17 +196,17 @@ def gather_and_decide(
   error: BaseException | None = None,
   series: str = 'decision',
 ) -> T:
-  """Returns in all processes what the first one chooses by the values of all.
+  """Gathers a value per process and returns process 0's choice in all of them.
 
-  It goes through the coordination service, so a background thread may call it.
-  All processes must call it in the same order, on one thread for each series.
+  It uses the coordination service, so a background thread may call it. All
+  processes must call it in the same order, on one thread per series.
 
   Args:
-    value: the JSON value of this process.
-    choose: maps the values of all processes, in process 0, to a JSON value.
-    error: the failure of this process. It is raised here, and an OSError or a
-      RuntimeError elsewhere; nothing is chosen.
-    series: the name of the thread's decisions, which are numbered.
+    value: JSON value of this process.
+    choose: Maps the list of all values to a JSON value; process 0 calls it.
+    error: Failure of this process. Then nothing is chosen: this process raises
+      the error, and the other processes raise an OSError or a RuntimeError.
+    series: Name of the thread's series of decisions, which are numbered.
   """
   if jax.process_count() == 1:
     if error is not None:
@@ -245,23 +245,23 @@ def gather_and_decide(
     raise error
   chosen = get('chosen')
   if process == 0 and number > 0:
-    # All have read the one before: they have taken part in this one.
+    # Since all took part in this decision, all have read the previous one.
     client.key_value_delete(f'{place}/{number - 1}/')
   return chosen
 
 
 def broadcast_from_process_0(value: T, series: str = 'chief') -> T:
-  """Returns the first process's value in all processes."""
+  """Returns process 0's value in all processes."""
   return gather_and_decide(value, lambda x: x[0], series=series)
 
 
 class Agreement:
-  """Lets the clock of process 0 decide what all processes do together.
+  """Lets the clock of process 0 decide when all processes act together.
 
   A request of process 0 wakes a thread in each process. These threads hold
-  their training threads at the next `is_due`, exchange the newest step of each,
-  and agree on the step after the largest, which no process has passed. Without
-  a request, `is_due` only takes a lock.
+  their training threads at the next `is_due`, exchange their newest steps, and
+  agree on the step after the largest, which no process has passed. Without a
+  request, `is_due` only takes a lock.
 
   All processes must call `is_due` with the same names after the same steps.
   """
@@ -273,16 +273,16 @@ class Agreement:
     self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._step = -1
     self._due: set[tuple[str, int]] = set()
-    self._asked: set[str] = set()  # By this process, and not done yet.
+    self._asked: set[str] = set()  # This process's requests that are not done.
     self._lock = threading.Lock()
     self._error: BaseException | None = None
     self._thread: threading.Thread | None = None
 
   def is_due(self, name: str, step: int, is_wanted: bool) -> bool:
-    """Returns whether to do something now: the same in all processes.
+    """Returns whether to act after this step, the same in all processes.
 
-    `is_wanted` is whether to do it soon: immediately if there is one process.
-    Only the value of process 0 matters.
+    `is_wanted` asks for the action: at once if there is only one process, and
+    soon otherwise. Only the value of process 0 matters.
     """
     if self._is_alone:
       return is_wanted
@@ -303,13 +303,13 @@ class Agreement:
     return False
 
   def close(self) -> None:
-    """Ends the thread; call it once all processes have done their last step."""
+    """Ends the thread. Call it when all processes have done their last step."""
     if self._thread is not None:
       self._requests.put('')
       self._thread.join()
 
   def _answer(self) -> None:
-    """Answers the requests of process 0; the last one has no name."""
+    """Answers the requests of process 0, the last of which is ''."""
     name: str | None = None
     is_chief = jax.process_index() == 0
     try:

@@ -1,7 +1,7 @@
-"""The mesh: which devices form which axes.
+"""Makes the device mesh of a sharded step.
 
-Each axis has a size within a slice (`ici`: devices that a fast network joins)
-and a size across slices (`dcn`).
+Each axis has a size within a slice (`ici`: devices that a fast network
+connects) and a size across slices (`dcn`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from jaxline.base.keys import Check, Key, mapping, optional
 
 Mesh = jax.sharding.Mesh
 
-# Outermost first; Pax has all but `expert`. The last ones get the nearest
-# devices.
+# The axes, outermost first. The last axes get the nearest devices. Pax has all
+# of them except `expert`.
 MESH_AXES = ('stage', 'replica', 'data', 'expert', 'mdl')
 
 
@@ -47,11 +47,11 @@ _on_devices = contextvars.ContextVar[Any]('on_devices', default=None)
 
 @contextlib.contextmanager
 def on_devices(devices: Any) -> Iterator[None]:
-  """Sets the devices of the meshes that are made inside.
+  """Within this context, sets the devices of new meshes.
 
-  They are some of this process; those of `jax.experimental.topologies`, for
-  which programs are only compiled; `abstract_devices`; or a function that
-  returns devices for the sizes of a mesh.
+  They may be devices of this process; devices of `jax.experimental.topologies`,
+  for which programs are only compiled; `abstract_devices`; or a function that
+  maps the sizes of a mesh to devices.
   """
   token = _on_devices.set(devices)
   try:
@@ -63,7 +63,7 @@ def on_devices(devices: Any) -> Iterator[None]:
 def make(sizes: Mapping[str, Any] | None) -> tuple[Mesh, list[int]]:
   """Returns a mesh, and the slice of each device of the flattened mesh.
 
-  The devices are those of `on_devices`, or of all hosts.
+  It uses the devices of `on_devices`, or the devices of all hosts.
   """
   found = _on_devices.get()
   devices = found(sizes) if callable(found) else found or jax.devices()
@@ -74,12 +74,12 @@ def make(sizes: Mapping[str, Any] | None) -> tuple[Mesh, list[int]]:
   axis_types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
   flat = slices.ravel().tolist()
   if isinstance(devices[0], AbstractDevice):
-    # It has only sizes: no array can be put there.
+    # An abstract mesh has only sizes and holds no arrays.
     abstract: Any = jax.sharding.AbstractMesh
     return abstract(slices.shape, MESH_AXES, axis_types=axis_types), flat
-  # `jax.make_mesh` refuses several slices, and on most chips does not split a
-  # physical axis of a torus, which then could not serve two axes of the mesh.
-  # `mesh_utils.create_hybrid_device_mesh` knows no slices of CPU devices.
+  # `jax.make_mesh` rejects several slices. On most chips it does not split a
+  # physical axis of a torus, so the axis could not serve two axes of the mesh.
+  # `mesh_utils.create_hybrid_device_mesh` does not support slices of CPUs.
   ordered = np.empty(slices.shape, object)
   for i, part in enumerate(_slices(devices, num_slices)):
     ordered[slices == i] = mesh_utils.create_device_mesh(
@@ -94,11 +94,11 @@ def mesh_shape(
   """Returns the sizes for each of `MESH_AXES`, within slices and across.
 
   Args:
-    sizes: as `config.mesh`; or only those within a slice. By default `data` is
-      all devices of a slice, `replica` is all slices, and the others are 1.
-    devices: they form one slice, or those of their `slice_index`, or one for
-      each process if `dcn` asks for that number, or on the CPU as many as `dcn`
-      asks for.
+    sizes: As `config.mesh`, or only the sizes within a slice. By default `data`
+      is all devices of a slice, `replica` is all slices, and the rest are 1.
+    devices: Grouped into slices by their `slice_index`. If they form only one
+      slice, CPU devices form as many as `dcn` asks for, and GPUs form one per
+      process if `dcn` asks for this number.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)
@@ -111,15 +111,15 @@ def mesh_shape(
 
 
 def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
-  """Groups devices by slice; `num_slices` is how many the config asks for."""
+  """Groups devices by slice; `num_slices` is the number in the config."""
   slice_of = lambda device: getattr(device, 'slice_index', None) or 0
   ordered = sorted(devices, key=slice_of)
   slices = [list(group) for _, group in itertools.groupby(ordered, slice_of)]
-  platform = getattr(devices[0], 'platform', None)  # Abstract ones have none.
+  platform = getattr(devices[0], 'platform', None)  # None if abstract.
   if len(slices) > 1 or platform in (None, 'tpu'):
     return slices
-  # Other devices do not know their slice. Each process is one slice if the
-  # config asks for that number; CPU devices form any number.
+  # Devices other than TPUs do not know their slice. Each process is one slice
+  # if the config asks for that number; CPU devices form any number.
   ordered = sorted(devices, key=lambda device: device.process_index)
   num_processes = len({device.process_index for device in devices})
   size, rest = divmod(len(devices), num_slices)
@@ -128,15 +128,12 @@ def _slices(devices: Sequence[Any], num_slices: int) -> list[list[Any]]:
   return [ordered[i * size : (i + 1) * size] for i in range(num_slices)]
 
 
-# The sizes of a config.
-
-
 def check_sizes(
   sizes: Mapping[str, Any] | None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-  """Returns all of `mesh_shape`'s sizes, within slices and across."""
+  """Checks sizes of a config; returns all sizes within slices and across."""
   sizes = dict(sizes or {})
-  if not sizes.keys() & {'ici', 'dcn'}:  # The axes themselves.
+  if not sizes.keys() & {'ici', 'dcn'}:  # The sizes are within a slice.
     sizes = {'ici': sizes}
   errors.check_names(sizes, ('ici', 'dcn'), 'key', 'mesh')
   found = []
@@ -147,9 +144,9 @@ def check_sizes(
       if type(size) is not int or not (size > 0 or size == -1):
         raise MeshError(
           f'mesh.{network}.{axis} is {size!r}; expected a positive integer, or'
-          ' -1: all that are left.'
+          ' -1 for all remaining devices.'
         )
-    # The default axis is filled up only if no other one is.
+    # The default axis takes the remaining devices unless some axis is -1.
     default = {filled: 1 if -1 in given.values() else -1}
     found.append(dict.fromkeys(MESH_AXES, 1) | default | given)
   within, across = found
@@ -164,7 +161,7 @@ def _fill(
   except ValueError as e:
     raise MeshError(
       f'{where} is {dict(sizes)}; expected sizes whose product is the number of'
-      f' {what}, {count}. One may be -1: all that are left.'
+      f' {what}, {count}. One size may be -1, which means the rest.'
     ) from e
 
 
@@ -177,14 +174,14 @@ KEYS = (
       {'stage': 1, 'replica': 1, 'data': -1, 'expert': 1, 'mdl': 1},
       optional(mapping('a dict from axis to size')),
       'Sizes within a slice: devices that a fast network connects, such as a'
-      ' TPU slice or the GPUs of a node. One may be -1: all that are left.'
-      ' `stage`: stages of a pipeline. `replica` splits the batch; each part'
-      ' holds all weights. `data` splits the batch and, with `fsdp`, the'
-      ' weights. `expert` splits the batch and, with `ep`, the experts of a'
+      ' TPU slice or the GPUs of a node. One size may be -1, which means the'
+      ' rest. `stage` has the stages of a pipeline. `replica` splits the batch;'
+      ' each part holds all weights. `data` splits the batch and, with `fsdp`,'
+      ' the weights. `expert` splits the batch and, with `ep`, the experts of a'
       ' mixture. `mdl` splits weights and activations, with `tp`.', 'program'),
   Key('mesh.dcn',
       {'stage': 1, 'replica': -1, 'data': 1, 'expert': 1, 'mdl': 1},
       optional(mapping('a dict from axis to size')),
-      'Sizes across slices, which a slower network connects. The size of an'
-      ' axis of the mesh is the product of both.', 'program'),
+      'Sizes across slices, which a slower network connects. The size of a mesh'
+      ' axis is the product of its two sizes.', 'program'),
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""How each array is split over the mesh.
+"""Shards arrays over the mesh by rules.
 
 A model names the axes of its weights where it creates them
-(`Logical(value, ('embed', 'mlp'))`) and of its activations where it matters
-(`constrain(x, ('batch', 'length', 'embed'))`). `Rules` map those names to axes
-of the mesh, as in T5X, Flax and Pax, so that a config value selects the
+(`Logical(value, ('embed', 'mlp'))`), and the axes of activations where it
+matters (`constrain(x, ('batch', 'length', 'embed'))`). As in T5X, Flax and Pax,
+`Rules` map these names to axes of the mesh, so a config value selects the
 strategy and the model does not change. `AXIS_NAMES` are the valid names.
 """
 
@@ -31,7 +31,7 @@ P = jax.sharding.PartitionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Logical:
-  """A weight and the names of its axes, outermost first; `jit` sees through."""
+  """A weight and the names of its axes, outermost first; `jit` accepts it."""
 
   value: Any
   axes: tuple['Axis', ...] = dataclasses.field(metadata={'static': True})
@@ -39,22 +39,22 @@ class Logical:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """For each logical axis, the mesh axes it is split over.
+  """The mesh axes over which each logical axis is split.
 
   An array uses a mesh axis once, for the first logical axis that asks for it.
 
   Attributes:
-    batch: of activations, the rows.
-    length: of activations between blocks, the positions.
-    activation_embed: of activations between blocks, the residual stream.
-    stages: the leading axis of a pipeline's buffers.
-    layers: of weights, the repeated layers.
-    vocab: tokens, of weights and of logits.
-    embed: of weights, the width of the residual stream.
-    experts: the experts of a mixture, of weights.
-    mlp: hidden width of the feed-forward part, of weights and activations.
-    heads: attention heads, of weights and activations.
-    kv: width of one head, of weights and activations.
+    batch: Rows of activations.
+    length: Positions of activations between blocks.
+    activation_embed: Residual stream of activations between blocks.
+    stages: Leading axis of a pipeline's buffers.
+    layers: Repeated layers, in weights.
+    vocab: Tokens, in weights and logits.
+    embed: Width of the residual stream, in weights.
+    experts: Experts of a mixture, in weights.
+    mlp: Hidden width of the feed-forward part, in weights and activations.
+    heads: Attention heads, in weights and activations.
+    kv: Width of one head, in weights and activations.
   """
 
   batch: tuple[str, ...] = ('replica', 'data', 'expert')
@@ -77,11 +77,11 @@ class Rules:
       object.__setattr__(self, name, axes)
 
   def mesh_axes(self, axis: 'Axis') -> tuple[str, ...]:
-    """Returns the mesh axes that a dimension is split over."""
+    """Returns the mesh axes over which a dimension is split."""
     names = (axis,) if isinstance(axis, str) else tuple(axis or ())
     valid = (*AXIS_NAMES, *mesh_lib.MESH_AXES)
     if wrong := [name for name in names if name not in valid]:
-      # No UsageError: the traceback names the line of the model.
+      # A UsageError would hide the traceback, which names the model's line.
       raise ValueError(
         f'Unknown axis {wrong[0]!r}; expected None or some of {valid}.'
         f'{errors.did_you_mean(wrong[0], valid)}'
@@ -92,15 +92,15 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
-# Of a weight without names: from how many elements on it is split, as a small
-# one is not worth the communication; and how many layers it may have stacked.
+# These limits apply to weights without names. Splitting fewer than MIN_SPLIT
+# elements is not worth the communication. At most MAX_LAYERS may be stacked.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
-# How a dimension is split: by a logical axis, which the rules map to mesh axes;
-# by a mesh axis, under any rules; by several of either; not at all, for None.
+# A dimension is split by a logical axis, which the rules map to mesh axes; by a
+# mesh axis, under any rules; by several of either; or, for None, not at all.
 Axis = str | tuple[str, ...] | None
 
-# All but the experts' own matrices see the axis `expert` as more of `data`.
+# Except for the experts' matrices, `expert` splits like an extension of `data`.
 _FSDP = ('data', 'expert')
 _TENSOR = Rules(
   vocab=('mdl',), experts=('expert',), mlp=('mdl',), heads=('mdl',)
@@ -108,24 +108,24 @@ _TENSOR = Rules(
 _PAX = dataclasses.replace(_TENSOR, embed=_FSDP, activation_embed=('mdl',))
 
 PRESETS = {
-  # Data parallel: every device holds the whole state.
+  # Data parallel: every device holds the entire state.
   'ddp': Rules(),
   # Fully sharded data parallel (ZeRO-3): each weight, its gradient and its
   # optimizer state are split along the `embed` dimension.
   'fsdp': Rules(embed=_FSDP),
-  # Expert parallel: each device holds some experts of a mixture, and all else.
+  # Expert parallel: each device holds some experts and all other weights.
   'ep': Rules(experts=('expert',)),
-  # Both: `data` also splits the `embed` dimension of the experts.
+  # `fsdp` and `ep`: `data` splits the `embed` dimension of the experts too.
   'fsdp_ep': Rules(experts=('expert',), embed=_FSDP),
   # Tensor parallel (Megatron): heads, hidden width and vocabulary are split.
-  # This preset and the next ones split the experts, and the width of each.
+  # This preset and the next ones split the experts and their hidden width.
   'tp': _TENSOR,
   # `fsdp_ep` and `tp`: the sharding of Pax's language models.
   'fsdp_tp': _PAX,
-  # Both, and between the blocks the sequence is split where `fsdp_tp` splits
-  # the residual stream (Megatron's sequence parallelism).
+  # `fsdp_tp`, but between blocks this splits the sequence instead of the
+  # residual stream (Megatron's sequence parallelism).
   'sp': dataclasses.replace(_PAX, length=('mdl',), activation_embed=()),
-  # `fsdp_tp`, and the layers are split over the stages of a pipeline.
+  # `fsdp_tp`, with the layers split over the stages of a pipeline.
   'pipeline': dataclasses.replace(_PAX, layers=('stage',), stages=('stage',)),
 }
 
@@ -133,7 +133,7 @@ PRESETS = {
 def get_rules(
   name: str, changes: Mapping[str, Sequence[str] | str] | None = None
 ) -> Rules:
-  """Returns one of `PRESETS`, with the mesh axes of some axes changed."""
+  """Returns one of `PRESETS`, with `changes` of the mesh axes of some axes."""
   errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
@@ -142,18 +142,18 @@ def get_rules(
 
 KEYS = (
   Key('sharding', 'ddp', Check(f'one of {tuple(PRESETS)}', get_rules),
-      'What a sharded step splits over the mesh: see `partitioning.PRESETS`.'
-      ' With `ddp` only the batch.', 'program', sharded=True),
+      'How a sharded step is split over the mesh: see `partitioning.PRESETS`.'
+      ' `ddp` splits only the batch.', 'program', sharded=True),
   Key('sharding_rules', {}, optional(Check(
         'a dict from logical axis to mesh axes',
         lambda x: get_rules('ddp', x))),
-      "Changes to that preset, such as {'vocab': ('data',)}.",
+      "Changes to this preset, such as {'vocab': ('data',)}.",
       'program', sharded=True),
 )  # fmt: skip
 
 
 def is_logical(x: Any) -> bool:
-  """Whether `x` is a `Logical`: for `is_leaf=`."""
+  """Returns whether `x` is a `Logical`, for `is_leaf=`."""
   return isinstance(x, Logical)
 
 
@@ -166,11 +166,11 @@ def unbox(tree: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Partitioner:
-  """A mesh and rules: gives the sharding of each array."""
+  """A mesh and rules, which give the sharding of each array."""
 
   mesh: mesh_lib.Mesh
   rules: Rules
-  slices: Sequence[int]  # One for each device of the flattened mesh.
+  slices: Sequence[int]  # The slice of each device of the flattened mesh.
 
   @classmethod
   def make(
@@ -179,27 +179,27 @@ class Partitioner:
     sharding: str,
     changes: Mapping[str, Any] | None = None,
   ) -> 'Partitioner':
-    """Makes a mesh and rules: see `mesh.make` and `get_rules`."""
+    """Makes a mesh and rules; see `mesh.make` and `get_rules`."""
     mesh, slices = mesh_lib.make(sizes)
     made = cls(mesh, get_rules(sharding, changes), slices)
     if idle := made.idle_axes():
-      text = 'The sharding does not use the mesh along %s: all devices along it'
+      text = 'The sharding does not use the mesh axes %s: devices along them'
       logging.warning(f'{text} compute the same.', idle)
     return made
 
   @property
   def axis_sizes(self) -> dict[str, int]:
-    """Mesh axis -> size, outermost first."""
+    """The sizes of the mesh axes by name, outermost first."""
     return dict(self.mesh.shape)
 
   def size(self, name: Axis) -> int:
-    """The number of pieces that a dimension with this axis is cut into."""
+    """Returns the number of pieces into which this axis is split."""
     mesh_axes = self.rules.mesh_axes(name)
     return math.prod(self.mesh.shape[axis] for axis in mesh_axes)
 
   @property
   def is_here(self) -> bool:
-    """Whether the mesh has the devices of this process: see `on_devices`."""
+    """Whether the mesh has devices of this process; see `on_devices`."""
     return (
       isinstance(self.mesh, jax.sharding.Mesh)
       and self.mesh.devices.flat[0].client is jax.devices()[0].client
@@ -207,15 +207,15 @@ class Partitioner:
 
   @functools.cached_property
   def host(self) -> tuple[int, int]:
-    """The index of this process among those that read rows, and their number.
+    """The index of this host among the hosts that read rows, and their number.
 
-    Processes that hold the same rows, as with tensor parallelism, count as one.
-    For devices of another machine this process reads all rows.
+    Processes that hold the same rows, as with tensor parallelism, count as one
+    host. If the mesh has no devices of this process, it reads all rows.
     """
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
-    # Of a batch of one row for each shard, the first row of each process: it
-    # comes last, and so replaces the others in the dict.
+    # Take a batch with one row per shard, and find the first row of each
+    # process: it comes last and so replaces the others in the dict.
     shape = (self.batch_shards,)
     shards: Any = self.batch_sharding.devices_indices_map(shape).items()
     pairs = [(d.process_index, rows.start or 0) for d, (rows,) in shards]
@@ -225,23 +225,23 @@ class Partitioner:
 
   @functools.cached_property
   def replicated(self) -> NamedSharding:
-    """The sharding of arrays that every device holds whole."""
+    """The sharding of replicated arrays."""
     return NamedSharding(self.mesh, P())
 
   @functools.cached_property
   def batch_sharding(self) -> NamedSharding:
-    """The sharding of a batch: its leading dimension over `Rules.batch`."""
+    """The sharding of a batch, which splits its rows over `Rules.batch`."""
     return NamedSharding(self.mesh, P(self.rules.batch))
 
   @property
   def batch_shards(self) -> int:
-    """The number of pieces that a global batch is cut into."""
+    """The number of pieces into which a global batch is split."""
     return self.size('batch')
 
   def spec(self, axes: Sequence[Axis], shape: Sequence[int]) -> P:
-    """Returns the partition of an array with an `Axis` for each dimension.
+    """Returns the partition of an array with one `Axis` per dimension.
 
-    A dimension that its mesh axes do not divide stays whole.
+    A dimension is not split if its mesh axes do not divide it.
     """
     used: set[str] = set()
     entries = []
@@ -257,8 +257,8 @@ class Partitioner:
   def specs(self, tree: Any) -> Any:
     """Returns a `PartitionSpec` for each array of a tree of weights.
 
-    Of those that are in no `Logical`, those of `MIN_SPLIT` elements or more are
-    split as `embed` is, along the largest axis that divides (not layers').
+    An array that is not in a `Logical` and has at least `MIN_SPLIT` elements is
+    split like `embed`, along its largest divisible axis except the layers.
     """
 
     def spec_of(path: Any, x: Any) -> P:
@@ -268,7 +268,7 @@ class Partitioner:
       try:
         return self.spec(axes, unbox(x).shape)
       except ValueError as e:
-        e.add_note(f'In the weight {trees.name_of(path)}.')
+        e.add_note(f'The error is in the weight {trees.name_of(path)}.')
         raise
 
     return jax.tree.map_with_path(spec_of, tree, is_leaf=is_logical)
@@ -291,15 +291,15 @@ class Partitioner:
   def specs_like(self, tree: Any, weights: Any) -> Any:
     """Returns a `PartitionSpec` for each array of an optimizer's state.
 
-    An array follows the weight whose path in `weights` ends its own path,
-    such as `[0].mu['w']` the weight `['w']`, if it has that weight's shape. All
-    others are replicated: counters, and factors of a weight as in Adafactor.
+    An array is split like the weight whose path ends the array's path, if their
+    shapes are equal: `[0].mu['w']` is split like `['w']`. All other arrays are
+    replicated, such as counters and the factors of a weight in Adafactor.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
     arrays = dict(jax.tree.leaves_with_path(unbox(weights)))
 
     def spec_of(path: tuple[Any, ...], x: Any) -> P:
-      for start in range(len(path) + 1):  # The longest end comes first.
+      for start in range(len(path) + 1):  # Look for the longest end first.
         if (end := path[start:]) in specs:
           return specs[end] if x.shape == arrays[end].shape else P()
       return P()
@@ -311,18 +311,18 @@ class Partitioner:
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
   def undersharded_weights(self, tree: Any) -> list[str]:
-    """Lists the weights that are whole, or split less than the rules ask for.
+    """Lists weights that are replicated or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. There is none if the rules split
-    no weight at all (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. The list is empty if the rules
+    split no weights (`ddp`, or a mesh of one device).
     """
     lines = []
-    # Experts are split so that the rest may be whole.
+    # A preset that splits only experts replicates the rest on purpose.
     names = (name for name in WEIGHT_AXES if name != 'experts')
     splits = any(self.size(name) > 1 for name in names)
     for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
       axes, shape = self._axes(x), unbox(x).shape
-      splits |= any(self.size(name) > 1 for name in axes)  # Or a mesh axis.
+      splits |= any(self.size(name) > 1 for name in axes)
       misfits = ''.join(
         f'; {name} is {length}, no multiple of {self.size(name)}'
         for name, length in zip(axes, shape, strict=True)
@@ -335,17 +335,17 @@ class Partitioner:
     return lines if splits else []
 
   def idle_axes(self) -> list[str]:
-    """Lists the mesh axes that no rule uses: devices along one do the same."""
+    """Lists the mesh axes that no rule uses; devices along them do the same."""
     used = {axis for axes in vars(self.rules).values() for axis in axes}
     sizes = self.axis_sizes.items()
     return [axis for axis, size in sizes if size > 1 and axis not in used]
 
   @contextlib.contextmanager
   def activate(self) -> Iterator[None]:
-    """Makes `constrain` refer to this mesh and these rules while tracing.
+    """Makes `constrain` use this mesh and these rules while tracing.
 
-    JAX caches traces of inner functions by mesh and not by rules: call
-    `jax.clear_caches()` before other rules on the same mesh.
+    JAX caches traces of inner functions by mesh and not by rules. Call
+    `jax.clear_caches()` before you use different rules on the same mesh.
     """
     token = _active.set(self)
     try:
@@ -364,10 +364,10 @@ def active() -> Partitioner | None:
 
 
 def constrain(x: jax.Array, axes: Sequence[Axis]) -> jax.Array:
-  """Constrains how an activation is split over the mesh of the traced step.
+  """Constrains the sharding of an activation over the mesh of the traced step.
 
-  `axes` has an `Axis` for each dimension. If no `Partitioner` is active, as in
-  a notebook, the activation is returned unchanged.
+  `axes` has one `Axis` per dimension. If no `Partitioner` is active, as in a
+  notebook, the activation is returned unchanged.
   """
   partitioner = _active.get()
   if partitioner is None:

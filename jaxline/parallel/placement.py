@@ -11,11 +11,11 @@ from jaxline.parallel import partitioning
 
 
 def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
-  """Puts values on the devices, each shard where it belongs.
+  """Puts values on the devices with the given shardings.
 
-  Every process passes the same values, and a prefix tree of shardings. The
-  results share no buffer with another array, so that they can be donated; but
-  `may_keep` returns arrays that have their sharding already.
+  Every process passes the same values and a prefix tree of shardings. The
+  results share no buffer with other arrays, so they can be donated. With
+  `may_keep`, arrays that already have their sharding are returned as they are.
   """
 
   def put_leaf(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
@@ -28,8 +28,8 @@ def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
     if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
       x = np.asarray(x)
     return jax.make_array_from_callback(
-      # Copy: on CPU, `jax.device_put` may alias the caller's buffer, even with
-      # may_alias=False.
+      # Copy, since on a CPU `jax.device_put` may alias the caller's buffer,
+      # even with may_alias=False.
       x.shape,
       sharding,
       lambda index: x[index].copy(),
@@ -41,16 +41,16 @@ def put(tree: Any, shardings: Any, *, may_keep: bool = False) -> Any:
 def put_batch(batch: Any, partitioner: partitioning.Partitioner) -> Any:
   """Makes the global batch from the part of each process.
 
-  It is a tree of numpy arrays [B / hosts, ...], the rows of `partitioner.host`,
-  or has its sharding already. A CPU device may borrow the memory of the arrays,
-  so they must not change.
+  `batch` is a tree of NumPy arrays [B / hosts, ...], the rows of
+  `partitioner.host`, or arrays that already have the batch sharding. A CPU
+  device may borrow the memory of the arrays, so they must not change.
   """
   sharding = partitioner.batch_sharding
   leaves = jax.tree.leaves(batch)
   check_rows(len(leaves[0]) * partitioner.host[1], partitioner)
   if all(getattr(x, 'sharding', None) == sharding for x in leaves):
     return batch
-  if jax.process_count() == 1:  # Faster than the general way below.
+  if jax.process_count() == 1:  # This is faster than the general way below.
     return jax.device_put(batch, sharding)
   return jax.make_array_from_process_local_data(sharding, batch)
 
@@ -71,6 +71,6 @@ def check_rows(
 
 
 def padded_rows(rows: int, partitioner: partitioning.Partitioner) -> int:
-  """Returns the rows of a host, rounded up to divide over its devices."""
+  """Rounds the rows of a host up, so that they divide over its devices."""
   shards = partitioner.batch_shards // partitioner.host[1]
   return -(-rows // shards) * shards

@@ -1,4 +1,4 @@
-"""Random keys: of a run, of a named stream, per host and per device."""
+"""Derives random keys: of a run, of named streams, of hosts and devices."""
 
 import collections
 import enum
@@ -16,22 +16,22 @@ from jaxline.parallel import devices
 
 
 def run_keys(config: config_dict.ConfigDict) -> tuple[jax.Array, jax.Array]:
-  """Returns the key of the training steps and the key of the weights."""
+  """Returns the key of the training steps and the key of initial weights."""
   rng = jax.random.PRNGKey(config.random_seed)
   if config.legacy_random_seed_behavior:
     return rng, rng
   return _split(rng)
 
 
-@jax.jit  # One program instead of two, which matters where a run is short.
+@jax.jit  # One program instead of two saves time in short runs.
 def _split(rng: jax.Array) -> tuple[jax.Array, jax.Array]:
   step_rng, init_rng = jax.random.split(rng)
   return step_rng, init_rng
 
 
 def stream_number(name: str) -> np.uint32:
-  """Returns the number that stands for a name in `jax.random.fold_in`."""
-  # `jax.random.split` returns `fold_in` of 0, 1, ...: none of these.
+  """Hashes the name of a stream for `jax.random.fold_in`."""
+  # `jax.random.split` folds in 0, 1, ..., so it never uses these numbers.
   return np.uint32(zlib.crc32(name.encode()) | 2**31)
 
 
@@ -41,7 +41,7 @@ def stream(rng: jax.Array, name: str) -> jax.Array:
 
 
 class DistributedRNGMode(enum.Enum):
-  """How the random keys of hosts and devices are related."""
+  """Whether the random keys of hosts and devices differ."""
 
   UNIQUE_HOST_UNIQUE_DEVICE = 'unique_host_unique_device'
   UNIQUE_HOST_SAME_DEVICE = 'unique_host_same_device'
@@ -61,16 +61,16 @@ class DistributedRNGMode(enum.Enum):
 
 _RANDOM_MODE = one_of(*(mode.value for mode in DistributedRNGMode))
 KEYS = (
-  Key('random_seed', 42, integer(-(2**63), 2**63 - 1),  # As in JAX.
-      'The seed of all random numbers: split into the step key and the init'
-      ' key.', 'run'),
+  Key('random_seed', 42, integer(-(2**63), 2**63 - 1),  # JAX has this range.
+      'Seed of all random numbers, which is split into the step key and the'
+      ' init key.', 'run'),
   Key('random_mode_train', 'unique_host_unique_device', _RANDOM_MODE,
       'How the keys of the devices differ in a training step of the per-device'
-      ' style: see `prng.DistributedRNGMode`.', 'run'),
+      ' style; see `prng.DistributedRNGMode`.', 'run'),
   Key('random_mode_eval', 'same_host_same_device', _RANDOM_MODE,
-      'The same in an evaluation.'),
+      'Like `random_mode_train`, for an evaluation.'),
   Key('legacy_random_seed_behavior', False, BOOLEAN,
-      'Use the unsplit key of the seed for both, as the first versions of'
+      "Use the seed's unsplit key as both keys, as the first versions of"
       ' JAXline did.', 'run'),
 )  # fmt: skip
 
@@ -78,7 +78,7 @@ KEYS = (
 def host_id_devices_for_rng(
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array | None:
-  """Returns the process's index, [local devices] int32; None if not needed."""
+  """Returns this process's index, [local devices] int32; None if unused."""
   if not DistributedRNGMode(mode).unique_host:
     return None
   return jnp.full(
@@ -92,9 +92,9 @@ def specialize_rng_host_device(
   axis_name: str,
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array:
-  """Folds into a key the host, then the device, as the mode says.
+  """Folds the host and then the device into a key, if the mode asks for it.
 
-  To be called inside `jax.pmap` over `axis_name`, with a `host_id` of
+  Call it inside `jax.pmap` over `axis_name`, with the `host_id` of
   `host_id_devices_for_rng`.
   """
   parsed = DistributedRNGMode(mode)
@@ -106,24 +106,24 @@ def specialize_rng_host_device(
 
 
 class DeviceStepKeys:
-  """The step number and the random keys of each step, for each local device.
+  """Computes the step number and keys of each step, for each local device.
 
-  Each step has `step_key, state_key = split(state_key)`, and the step's key is
-  made specific to the host and the device as the mode says. JAXline's `pmap`
-  for each step costs more than an empty training step: one program computes a
-  block of steps, each value in its own buffer, which a step may donate.
+  Each step does `step_key, state_key = split(state_key)`, and the mode makes
+  the step's key specific to the host and the device. JAXline's `pmap` per step
+  costs more than an empty training step, so one program computes a block of
+  steps. Each value has its own buffer, which a step may donate.
   """
 
   def __init__(self, mode: str, *, block: int = 16):
     host_ids = host_id_devices_for_rng(mode)
     sharding = devices.local_sharding()
     num_devices = sharding.num_devices
-    # On the axis of a pmap over all hosts: the program is of this host only.
+    # Number devices as a pmap over all hosts does: this program is local.
     first_index = jax.local_devices()[0].process_index * num_devices
     indices = np.arange(first_index, first_index + num_devices, dtype=np.int32)
     self._sharding = sharding
     device_ids = indices if DistributedRNGMode(mode).unique_device else None
-    # What to fold into a step's key; None is not folded in.
+    # These are folded into a step's key, except None.
     self._specifics = jax.device_put((host_ids, device_ids), sharding)
     self._program = jax.jit(
       jax.shard_map(
@@ -134,8 +134,8 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # The values not returned yet, and the step behind them; the arguments of a
-    # call that continues the last one.
+    # The values that were not returned yet, and the step after them; then the
+    # arguments of a call that continues the last one.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1
@@ -144,9 +144,9 @@ class DeviceStepKeys:
   def __call__(
     self, global_step: int, state_key: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the step, [local devices] int32, its keys, the next state key.
+    """Returns the step, [local devices] int32, its keys and the next state key.
 
-    The keys are [local devices, ...], uint32 or typed. It is cheap if both
+    The keys are [local devices, ...], uint32 or typed. A call is cheap if both
     arguments continue the last call.
     """
     if state_key is not self._next_key or global_step != self._next_step:
@@ -156,7 +156,7 @@ class DeviceStepKeys:
       )
       self._ahead.clear()
     if not self._ahead:
-      # Compiled also under `disable_pmap_jit`: it is not the user's code.
+      # This is not the user's code, so compile it under `disable_pmap_jit` too.
       with jax.disable_jit(False):
         values, self._end_step = self._program(
           self._end_step, state_key, self._specifics
@@ -174,9 +174,9 @@ def _derive_block(
     step_key, state_key = jax.random.split(state_key)
     return state_key, (step_key, state_key)
 
-  # A loop, since its body is compiled only once.
+  # Use a loop, since its body is compiled only once.
   _, (step_keys, next_keys) = jax.lax.scan(derive, state_keys[0], length=block)
-  # Not in the loop, since for all keys at once it takes less time.
+  # Fold in after the loop, since for all keys at once it takes less time.
   for specific in jax.tree.leaves(specifics):
     fold_in = functools.partial(jax.random.fold_in, data=specific[0])
     step_keys = jax.vmap(fold_in)(step_keys)

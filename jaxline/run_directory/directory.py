@@ -1,13 +1,13 @@
-"""The directory of a run: the files beside its checkpoints.
+"""The directory of a run: the files next to its checkpoints.
 
-    config.json                      the config that training goes on with
-    checkpoints/begun.json           the step from which it goes on
-    checkpoints/ended.json           the step at which training has ended, why
+    config.json                      the config of the newest start of training
+    checkpoints/begun.json           the step at which training (re)started
+    checkpoints/ended.json           the step at which training ended, and why
     checkpoints/evaluated/MODE.json  evaluations, see `notes.EvaluationNote`
-    claims/NAME.lock                 who may write a log or a series
+    checkpoints/claims/NAME.lock     the claim to write a log or a series
 
-Each of these files is small and replaced whole. The logs grow; a checkpoint
-holds their lengths, to which a resume cuts them.
+These files are small and replaced atomically. The logs grow; a checkpoint holds
+their lengths, to which resuming truncates them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,29 +36,27 @@ from jaxline.run_directory import store as store_lib
 RECORD = 'config.json'
 BEGUN = 'begun.json'
 
-# A training and an evaluation thread may change the same note.
+# The training and the evaluation thread may change the same note.
 _noting = threading.Lock()
 
 
 class RunDirectory:
-  """What a run keeps beside its checkpoints; this one keeps nothing.
+  """The notes, logs and claims of a run; this base class keeps nothing.
 
   All processes of a run call its methods together.
 
   Attributes:
-    keeps: whether a later process can go on from what is kept. Only then is
-      what was logged after the restored step void.
-    follows: whether another checkpointer saves `latest`, which this one only
-      reads.
+    keeps: whether a later process can resume from the directory. Only then are
+      records after the restored step invalid.
+    follows: whether a different process or thread saves `latest`.
     reads_only: whether nothing is written.
-    poll_secs: how long an evaluation waits at least before it looks again.
-    saved_step: the step of the run's own checkpoint of `latest` that was
-      restored or became complete last; None if there is none on disk.
+    poll_secs: minimum time for which an evaluation waits between two looks.
+    saved_step: the step of this run's checkpoint of `latest` that was restored
+      or completed last; None if there is none on disk.
     saved_data: the name of the data of that checkpoint.
-    logs: writers and actions whose records up to a checkpoint of `latest` are
-      on disk before it becomes visible.
-    lengths: path -> length in bytes of each log file, as of the restored
-      checkpoint of the run itself.
+    logs: writers and actions. A checkpoint of `latest` becomes visible only
+      after their records up to it are on disk.
+    lengths: path -> bytes of each log file at the run's restored checkpoint.
   """
 
   keeps: bool = False
@@ -71,17 +69,17 @@ class RunDirectory:
   lengths: Mapping[str, int] = {}
 
   def begin(self, step: int) -> None:
-    """Notes that training goes on from a step, with the run's config."""
+    """Notes the step at which training (re)starts, and the run's config."""
 
   def end(self, step: int, why: str = '') -> None:
-    """Notes that training has ended at a step, with the reason if early."""
+    """Notes the step at which training has ended, and why if it was early."""
 
   def ended(self) -> int | None:
     """Returns the step at which training has ended, or None."""
     return None
 
   def stop_if_noted(self, step: int) -> None:
-    """Raises StopTraining in all processes if the notes end it by a step."""
+    """Raises StopTraining in all processes if notes up to a step ask for it."""
 
   def evaluated(self) -> list[notes.EvaluationNote]:
     """Returns the noted evaluations of this mode."""
@@ -90,13 +88,13 @@ class RunDirectory:
   def note_evaluation(
     self, step: int, value: float | None, flush: Callable[[], Mapping[str, int]]
   ) -> None:
-    """Queues a note of an evaluation, behind the checkpoints so far.
+    """Queues a note of an evaluation, after the checkpoints so far.
 
     Args:
-      step: the step.
-      value: the metric of early stopping; None without one.
-      flush: waits until the records of the evaluation are safe; returns
-        path -> length of the files in bytes.
+      step: the evaluated step.
+      value: the value of the metric for early stopping; None without one.
+      flush: waits until the records of the evaluation are on disk; returns
+        path -> length in bytes of the log files.
     """
 
   def resume_log(
@@ -105,31 +103,31 @@ class RunDirectory:
     last: int | None,
     lengths: Mapping[str, int],
   ) -> bool:
-    """Removes records of steps that run again.
+    """Removes the records of steps that will be repeated.
 
     Args:
       log: the log of training or of evaluation.
-      last: the last step that does not run again; None if all steps do.
-      lengths: path -> the length to which each file is cut.
+      last: the last step that is not repeated; None if all steps are.
+      lengths: path -> length to which to truncate the file.
 
     Returns:
-      Whether the log begins anew.
+      Whether the log starts from scratch.
     """
     del log, last, lengths
     return True
 
   def claim(self, name: str) -> None:
-    """Takes the right to write a series; raises ClaimedError if it is taken."""
+    """Claims the right to write a series, or raises ClaimedError."""
 
   def check_shared(self) -> None:
-    """Raises UsageError where not all processes see the same directory."""
+    """Raises UsageError unless all processes see the same directory."""
 
   def raise_error(self) -> None:
-    """Raises the error of a write in the background; costs nothing."""
+    """Raises the error of a write in the background, if any; never blocks."""
 
 
 class ConfigOnly(RunDirectory):
-  """Keeps the config alone: that of a run with its checkpoints in memory."""
+  """Keeps only the config, for a run whose checkpoints are in memory."""
 
   def __init__(self, recorded: Mapping[str, Any]):
     """Takes the run's config, as `base_config.recorded` returns it."""
@@ -142,14 +140,14 @@ class ConfigOnly(RunDirectory):
 
 
 class DurableDirectory(RunDirectory):
-  """A directory on a disk or in a bucket, which all processes see.
+  """A directory on a disk or in a bucket, shared by all processes.
 
   Attributes:
-    recorded: the config as `base_config.recorded` returns it.
-    run: the store at the directory.
-    store: the store at the folder `checkpoints` in it.
+    recorded: the config, as `base_config.recorded` returns it.
+    run: the store of the directory.
+    store: the store of its folder `checkpoints`.
     thread: writes checkpoints and notes, in order.
-    claims: the claims of process 0, by the name of a series.
+    claims: series -> claim of process 0.
   """
 
   keeps = True
@@ -160,16 +158,16 @@ class DurableDirectory(RunDirectory):
     """Reads the config; touches no file.
 
     Args:
-      config: the run's, resolved.
-      recorded: the same, as `base_config.recorded` returns it.
-      mode: the run's mode, or its half's: 'train', 'eval'. It names the notes
-        of evaluation, if the run follows another one.
+      config: the run's resolved config.
+      recorded: the config, as `base_config.recorded` returns it.
+      mode: the run's mode; 'train' or 'eval' for each half of a threaded run.
+        If the run follows a training run, it names the notes of evaluation.
     """
     self.config, self.recorded = config, recorded
     self.follows = not mode.startswith('train')
     self.mode = mode
-    # One thread for all series: on several hosts the processes meet while
-    # they write, and must do so in one order.
+    # All series share a thread: processes synchronize while they write, and
+    # must do so in the same order.
     self.thread = async_lib.SerialExecutor('checkpoint')
     self.claims: dict[str, owner.Claim | None] = {}
     self._has_moved = False
@@ -182,7 +180,7 @@ class DurableDirectory(RunDirectory):
     self.recorded['checkpoint_dir'] = directory
 
   def move(self, directory: str) -> None:
-    """Goes on in another directory; the logs stay where they are."""
+    """Continues in a different directory; the logs stay in the old one."""
     self.close()
     self._set_place(directory)
     self.saved_step, self._has_moved = None, True
@@ -194,13 +192,13 @@ class DurableDirectory(RunDirectory):
     claim = owner.Claim(self.run.url, name) if is_chief else None
     distributed.broadcast_from_process_0(
       None
-    )  # The others look at the directory afterwards.
+    )  # The other processes wait for the claim.
     self.claims[name] = claim
 
   def check_shared(self) -> None:
     if jax.process_count() == 1:
       return
-    # A new name: a network file system may remember that an old one was absent.
+    # Use a new name: a network file system may cache that an old one is absent.
     key = distributed.broadcast_from_process_0(f'.shared-{os.urandom(4).hex()}')
     is_writing = jax.process_index() == 0 and not self.reads_only
     if self.reads_only:
@@ -209,33 +207,32 @@ class DurableDirectory(RunDirectory):
       self.run.write(key, b'')
     distributed.broadcast_from_process_0(
       None
-    )  # The others look once it is there.
+    )  # The other processes wait for the file.
     is_there = self.run.read(key) is not None
     seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:
       self.run.delete(key)
     if seen[0] and not seen.all():
       raise errors.UsageError(
-        f'config.checkpoint_dir is {self.config.checkpoint_dir!r} in process'
-        f' {jax.process_index()}, but processes'
-        f' {np.flatnonzero(~seen).tolist()} do not see there what process 0'
-        ' writes. All processes save together: give all the same directory,'
-        ' on a disk that all of them share.'
+        f'Processes {np.flatnonzero(~seen).tolist()} cannot see files that'
+        ' process 0 writes to config.checkpoint_dir'
+        f' ({self.config.checkpoint_dir!r} in process {jax.process_index()}).'
+        ' Use one directory on a file system that all processes share.'
       )
 
   def raise_error(self) -> None:
     self.thread.raise_error()
 
   def drain(self) -> None:
-    """Waits for the queue of the thread."""
-    # Not `wait`: an error that nobody has seen is still logged at the end.
+    """Waits until the thread has processed its queue."""
+    # `wait` would raise an error that is logged at the end anyway.
     done = threading.Event()
-    with contextlib.suppress(RuntimeError):  # The process ends; all is run.
+    with contextlib.suppress(RuntimeError):  # The thread has ended.
       self.thread.put(done.set)
       done.wait()
 
   def close(self) -> None:
-    """Waits for the queue, and gives back all claims."""
+    """Waits for the queue, and releases all claims."""
     self.drain()
     for claim in filter(None, [*self.claims.values()][::-1]):
       claim.release()
@@ -244,14 +241,14 @@ class DurableDirectory(RunDirectory):
   # Notes.
 
   def begin(self, step: int) -> None:
-    """Notes that training goes on from a step, with this config.
+    """Notes the step at which training (re)starts, and the config.
 
-    Notes of evaluations of later steps are removed: those steps run again.
+    Removes the notes of evaluations of later steps, which will be repeated.
     """
     if jax.process_index() != 0:
       return
     self.run.write(RECORD, disk.to_json(self.recorded))
-    # Another content at each start.
+    # The nonce makes the content differ at each start.
     begun = {'step': step, 'nonce': secrets.token_hex(8)}
     self.store.write(BEGUN, disk.to_json(begun))
     self.store.delete(notes.ENDED)
@@ -263,7 +260,7 @@ class DurableDirectory(RunDirectory):
 
   def end(self, step: int, why: str = '') -> None:
     if jax.process_index() == 0 and not self.reads_only:
-      # An evaluation beside it may have given a reason.
+      # A separate evaluation may have noted a reason.
       why = why or notes.read_end(self.store).get('why', '')
       self.store.write(
         notes.ENDED, disk.to_json({'step': int(step), 'why': why})
@@ -289,7 +286,7 @@ class DurableDirectory(RunDirectory):
     )
 
   def evaluated(self) -> list[notes.EvaluationNote]:
-    """Returns the notes of this mode, which the first host reads."""
+    """Returns the notes of this mode, as process 0 reads them."""
     is_chief = jax.process_index() == 0
     rows = distributed.broadcast_from_process_0(
       self.noted() if is_chief else []
@@ -306,15 +303,15 @@ class DurableDirectory(RunDirectory):
   def _note(
     self, step: int, value: float | None, flush: Callable[[], Mapping[str, int]]
   ) -> None:
-    # First: what is noted as evaluated is in the log.
+    # Flush first: a noted evaluation must be in the log.
     lengths = distributed.gather_and_decide(self._uploaded(flush()), merged)
     if jax.process_index() != 0:
       return
     data = self.saved_data if step == self.saved_step else ''
     metric = '' if value is None else notes.early_stop(self.config).metric
     with _noting:
-      # They are evaluated in ascending order. (And counted: an evaluation that
-      # goes on through its data finds its place by how many there were.)
+      # Steps are evaluated in ascending order. (Their number matters: an
+      # evaluation that continues through its data finds its place by it.)
       row = notes.EvaluationNote(step, metric, value, data, lengths)
       self._write_notes(self._own, [*self.noted(), row])
 
@@ -323,7 +320,7 @@ class DurableDirectory(RunDirectory):
     return f'{self.mode if self.follows else "eval"}.json'
 
   def noted(self) -> list[notes.EvaluationNote]:
-    """Returns the notes of this mode that this process reads."""
+    """Returns the notes of this mode, as this process reads them."""
     return self._read_notes(self._own)
 
   def _read_notes(self, name: str) -> list[notes.EvaluationNote]:
@@ -334,15 +331,15 @@ class DurableDirectory(RunDirectory):
       rows = notes.unpack(place, raw, notes.EVALUATED)['evaluated']
     except ValueError as e:
       raise store_lib.RefusedError(
-        f'{e}. Remove it to evaluate the checkpoints that are kept again; their'
-        ' records in the log of evaluation are replaced.'
+        f'{e}. Remove the file to evaluate all kept checkpoints again; this'
+        ' replaces their records in the evaluation log.'
       ) from e
     return [notes.EvaluationNote(*row) for row in rows]
 
   def _write_notes(self, name: str, noted: list[notes.EvaluationNote]) -> None:
     self.store.write(f'evaluated/{name}', notes.to_bytes({'evaluated': noted}))
 
-  # Logs. Files name them by relative paths, because a run may be moved.
+  # Logs. Notes hold their relative paths, because a run may be moved.
 
   def resume_log(
     self,
@@ -350,24 +347,24 @@ class DurableDirectory(RunDirectory):
     last: int | None,
     lengths: Mapping[str, int],
   ) -> bool:
-    # Those of a run that has moved belong to an earlier training.
+    # The logs of a run that has moved belong to an earlier training.
     if not self._has_moved:
       with debug.log_activity('resuming the logs'):
         log.resume(-1 if last is None else last, lengths)
-    # `flush` names the log's files; a writer without files was not cut.
+    # `flush` lists the log's files; a log without files was not truncated.
     return last is None or (not lengths and bool(log.flush()))
 
   def flush_logs(self) -> Callable[[], dict[str, int]]:
-    """Begins to flush the logs, up to the records so far.
+    """Starts flushing all records so far.
 
     Returns:
-      A function that waits for that, and returns the lengths of the files.
+      A function that waits for the flush and returns the lengths of the files.
     """
     flushes = [log.flush_async() for log in self.logs]
     return lambda: self._uploaded(merged(flush() or {} for flush in flushes))
 
   def _uploaded(self, lengths: Mapping[str, int]) -> dict[str, int]:
-    """Uploads the logs of a run in a bucket; returns relative paths."""
+    """Uploads the logs if the run is in a bucket; returns relative paths."""
     top = logs.directory(self.run.url)
     found = {os.path.relpath(path, top): n for path, n in lengths.items()}
     own = {x: n for x, n in found.items() if not x.startswith('..')}
@@ -375,11 +372,11 @@ class DurableDirectory(RunDirectory):
     return own
 
   def local(self, lengths: Mapping[str, int]) -> dict[str, int]:
-    """Returns lengths of logs by the paths at which this process has them."""
+    """Replaces relative paths of logs by the paths of this process."""
     top = logs.directory(self.run.url)
     return {str(top / name): length for name, length in lengths.items()}
 
 
 def merged(lengths: Iterable[Mapping[str, int]]) -> dict[str, int]:
-  """Returns the lengths of the logs of all processes."""
+  """Merges the lengths of the logs of all processes."""
   return {name: n for of_one in lengths for name, n in of_one.items()}

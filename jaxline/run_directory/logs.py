@@ -1,8 +1,8 @@
-"""The logs of a run: its writer, and their files.
+"""The logs of a run: its writer and their files.
 
-Objects of a bucket cannot be appended to. So the logs of such a run are
-downloaded, grow in a local directory and are uploaded before each manifest and
-at the end, which removes them here.
+Objects in a bucket cannot be appended to. So the logs of such a run are
+downloaded, grow in a local directory, and are uploaded before each manifest and
+at the end of the run, when the local copies are removed.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ _directories: dict[str, pathlib.Path] = {}
 
 
 def directory(run: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns where this process writes the files of a run, or of an address."""
+  """Returns the local directory for the files of a run or an address."""
   place = os.fspath(run)
   if not disk.is_address(place):
     return pathlib.Path(place)
@@ -36,23 +36,24 @@ def directory(run: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def local(run: str | os.PathLike[str], folder: str) -> pathlib.Path:
-  """Returns where this process writes a folder of a run."""
+  """Returns the local path of a folder of a run."""
   return store_lib.Disk(str(directory(run))).folder(folder)
 
 
 def folders(run: str | os.PathLike[str]) -> Callable[[str], pathlib.Path]:
-  """Returns `local` of a run, also where the process changes its directory."""
+  """Returns `local` for a run, independent of later changes of directory."""
   return functools.partial(local, directory(run).absolute())
 
 
 def fetch(run: str, folder: str) -> pathlib.Path:
-  """Returns the local directory of a log, with the files that it has so far."""
+  """Returns the local directory of a log, with the log's files so far."""
   path = local(run, folder)
   if disk.is_address(run):
     store = store_lib.at(run)
     path.mkdir(parents=True, exist_ok=True)
     for name in store.names(folder):
-      if (content := store.read(f'{folder}/{name}')) is not None:  # No folder.
+      # `read` returns None for a folder.
+      if (content := store.read(f'{folder}/{name}')) is not None:
         (path / name).write_bytes(content)
   return path
 
@@ -60,17 +61,16 @@ def fetch(run: str, folder: str) -> pathlib.Path:
 def upload(
   run: str | os.PathLike[str], names: Mapping[str, int] | None = None
 ) -> None:
-  """Uploads files of a run if that is in a bucket.
+  """Uploads log files if the run is in a bucket.
 
   Args:
     run: the run's directory or address.
-    names: relative path -> length in bytes to upload; None means all of them,
-      at the end of the run.
+    names: relative path -> bytes to upload; None means all, at the run's end.
   """
   if not disk.is_address(run):
     return
   store, top, is_end = store_lib.at(run), directory(run), names is None
-  owner.check(store)  # Else these may be the files of a run that took over.
+  owner.check(store)  # Do not overwrite the files of a run that took over.
   if names is None:
     files = (p for p in top.rglob('*') if p.is_file())
     names = {str(p.relative_to(top)): p.stat().st_size for p in files}
@@ -84,8 +84,8 @@ def upload(
 class RunWriter(writers.MetricWriter):
   """Writes to the backends of `config.writers`.
 
-  Their files are below `config.checkpoint_dir/<mode>`; each host but the first
-  has a directory of its own there.
+  Their files are in `config.checkpoint_dir/<mode>`; on all hosts but the first,
+  in `<mode>/host_<index>`.
   """
 
   def __init__(self, config: Any, mode: str):

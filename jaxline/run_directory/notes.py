@@ -1,4 +1,4 @@
-"""Notes of a run: small files beside its checkpoints, each replaced whole."""
+"""Notes of evaluations, early stopping and the end of training, as files."""
 
 from collections.abc import Iterable, Mapping
 import json
@@ -14,24 +14,24 @@ ENDED = 'ended.json'
 
 
 def to_bytes(value: Any) -> bytes:
-  """Returns the JSON of a dict, with its own checksum."""
+  """Returns a dict as JSON with a checksum."""
   return json.dumps({**value, 'crc': crc_of(value)}).encode() + b'\n'
 
 
 def unpack(name: str, raw: bytes, check: keys.Check) -> dict[str, Any]:
-  """Inverts `pack`.
+  """Inverts `to_bytes`.
 
   Raises:
-    DamagedError: the bytes are not as they were written.
-    RefusedError: their checksum is right, and the check does not accept them.
+    DamagedError: the checksum does not match.
+    RefusedError: the checksum matches, but `check` rejects the value.
   """
   try:
     value = json.loads(raw)
     is_whole = value.pop('crc') == crc_of(value)
-  except Exception:  # Any JSON may be there.
+  except Exception:  # The file may hold any JSON.
     is_whole = False
   if not is_whole:
-    raise store_lib.DamagedError(f'{name} is not as it was written')
+    raise store_lib.DamagedError(f'the checksum of {name} does not match')
   return store_lib.checked(name, value, check)
 
 
@@ -40,7 +40,7 @@ def crc_of(value: Any) -> int:
   return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
-# The lengths of logs, by paths that lead nowhere else.
+# Maps relative paths of logs, which cannot leave the run, to lengths.
 LENGTHS = keys.each(
   keys.integer(0, below=2**63),
   names=r'(?!/)(?!(.*/)?\.\.(/|$))[^\x00-\x1f]{1,1000}',
@@ -62,7 +62,7 @@ _NOTE = (
 
 
 def _is_note(row: Any) -> bool:
-  checks = zip(_NOTE, row, strict=False)  # The last ones have defaults.
+  checks = zip(_NOTE, row, strict=False)  # The last fields have defaults.
   is_row = isinstance(row, list) and 1 <= len(row) <= len(_NOTE)
   return is_row and all(check.accepts(x) is not False for check, x in checks)
 
@@ -73,14 +73,14 @@ EVALUATED = keys.record(
 
 
 class EvaluationNote(NamedTuple):
-  """A noted evaluation.
+  """The record of an evaluation.
 
   Attributes:
-    step: the step.
-    metric: the metric of early stopping; '' without one.
-    value: the metric's.
+    step: the evaluated step.
+    metric: the name of the metric for early stopping; '' without one.
+    value: the value of the metric.
     data: the name of the checkpoint's data; '' if the step has no checkpoint.
-    lengths: path -> length of each log file after the evaluation, in bytes.
+    lengths: path -> length in bytes of each log file after the evaluation.
   """
 
   step: int
@@ -91,7 +91,7 @@ class EvaluationNote(NamedTuple):
 
 
 class EarlyStop(NamedTuple):
-  """When training ends before its last step: `config.early_stop`."""
+  """The rule for ending training early, from `config.early_stop`."""
 
   metric: str
   patience: int | None
@@ -100,12 +100,12 @@ class EarlyStop(NamedTuple):
 
   @property
   def is_on(self) -> bool:
-    """Whether it ever does."""
+    """Whether early stopping is enabled."""
     return self.patience is not None or self.target is not None
 
 
 def early_stop(config: Any) -> EarlyStop:
-  """Returns when training ends early, with the metric that is compared."""
+  """Returns the rule of a config, with the default of its metric."""
   given = config.early_stop
   return EarlyStop(
     given.get('metric') or config.best_model_eval_metric,
@@ -116,20 +116,20 @@ def early_stop(config: Any) -> EarlyStop:
 
 
 def direction(config: Any) -> int:
-  """Returns 1 if a higher value of the metric of `best` is better, else -1."""
+  """Returns 1 if higher values of the metric of `best` are better, else -1."""
   return 1 if config.best_model_eval_metric_higher_is_better else -1
 
 
 def check_early_stopping(
   config: Any, evaluated: Iterable[EvaluationNote]
 ) -> None:
-  """Raises StopTraining if early stopping ends a run after evaluations."""
+  """Raises StopTraining if the evaluations so far call for early stopping."""
   rule, sign = early_stop(config), direction(config)
   metric, patience, min_delta, target = rule
   best, at, since = -math.inf, None, 0
   compared = (x for x in evaluated if rule.is_on and x.metric == metric)
   for step, _, value, *_ in compared:
-    assert value is not None  # It has a metric.
+    assert value is not None  # A note with a metric has a value.
     if target is not None and sign * value >= sign * target:
       raise errors.StopTraining(
         f'{metric!r} of step {step} is {value:g}, which reaches the target'
@@ -137,12 +137,12 @@ def check_early_stopping(
         'change config.early_stop.target, or set it to None',
       )
     since += 1
-    if sign * value > best + min_delta:  # A NaN is no gain.
+    if sign * value > best + min_delta:  # A NaN never counts as a gain.
       best, at, since = sign * value, step, 0
     elif patience and since >= patience:
       raise errors.StopTraining(
-        f'{metric!r} has not improved by more than {min_delta:g} over that of'
-        f' step {at} in {since} evaluations.',
+        f'{metric!r} has not improved by more than {min_delta:g} since step'
+        f' {at}, in {since} evaluations.',
         'raise config.early_stop.patience, or set it to None',
       )
 
@@ -154,7 +154,7 @@ def read_end(store: store_lib.Store) -> dict[str, Any]:
     store: RUN/checkpoints.
 
   Raises:
-    RefusedError: the file has something else.
+    RefusedError: the file does not hold such a note.
   """
   raw = store.read(ENDED)
   return {} if raw is None else store_lib.checked(f'{store}/{ENDED}', raw, _END)

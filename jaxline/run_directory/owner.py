@@ -1,7 +1,7 @@
-"""Claims on a run's directory: which process may write there.
+"""Claims on a run's directory: they decide which process may write to it.
 
-On a disk a claim is a lock of the operating system, which ends with the
-process. In a bucket it is an object that the process rewrites every
+On a disk, a claim is a lock of the operating system, which ends with the
+process. In a bucket, it is an object that the process rewrites every
 `BEAT_SECS`. Clocks of two machines are never compared: an object is stale if
 this process has seen it unchanged for `STALE_SECS`.
 """
@@ -28,7 +28,7 @@ BEAT_SECS = 20.0
 STALE_SECS = 120.0
 _LOOK_SECS = 2.0
 
-# What `lockf` raises on a file system without locks.
+# `lockf` raises one of these on a file system without locks.
 _NO_LOCKS = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
@@ -37,11 +37,11 @@ class ClaimedError(errors.UsageError):
 
 
 class LostClaimError(errors.RunError, RuntimeError):
-  """A run has lost its right to write, after it has begun."""
+  """A run has lost its right to write after its start."""
 
 
 def is_old(seen: dict[str, tuple[Any, float]], name: str, value: Any) -> bool:
-  """Notes when a value was new; returns whether that is STALE_SECS ago."""
+  """Notes in `seen` when a value changed; returns whether it is stale."""
   now = time.monotonic()
   if name not in seen or seen[name][0] != value:
     seen[name] = value, now
@@ -52,7 +52,7 @@ class Heartbeat:
   """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
-    """Writes nothing yet; without the present version, `write` overwrites."""
+    """Writes nothing yet. Without the current `version`, `write` overwrites."""
     self._store, self._key, self._version = store, key, version
     self._is_sole, self._is_lost = version is not None, False
     self._count = 0
@@ -61,14 +61,14 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, daemon=True)
 
   def write(self, **value: Any) -> bool:
-    """Writes a value, or the last one again; returns False if it is lost."""
+    """Writes a value, or rewrites the last one; returns False if it is lost."""
     with self._lock:
       self._value = value or self._value
       if not self._is_lost:
         raw = json.dumps({**self._value, 'beat': self._count}).encode()
         expected = self._version if self._is_sole else None
         self._version = self._store.write(self._key, raw, expected)
-        # Afterwards: a write whose answer was lost is repeated unchanged.
+        # Count afterwards: if the answer is lost, the retry writes the same.
         self._count += 1
         self._is_lost = self._version is None
     if self._thread.ident is None:
@@ -76,7 +76,7 @@ class Heartbeat:
     return not self._is_lost
 
   def is_ours(self) -> bool:
-    """Returns whether the object has this process's value; writes nothing."""
+    """Returns whether the object has this process's value, without writing."""
     found = json.loads(self._store.read(self._key) or b'{}')
     self._is_lost |= not self._value.items() <= found.items()
     return not self._is_lost
@@ -91,27 +91,27 @@ class Heartbeat:
             logging.warning('%s/%s: %s', self._store, self._key, e)
 
   def stop(self) -> None:
-    """Deletes the object, unless another process has it."""
+    """Deletes the object, unless a different process owns it."""
     self._stopped.set()
     with self._lock, contextlib.suppress(OSError):
       if not self._is_lost:
         self._store.delete(self._key)
 
 
-# This process's claims: a second lock on the same file would succeed. A forked
-# child finds its parent's claims here.
+# The claims of this process, in which a second lock on the same file would
+# succeed. In a forked child, they are the parent's.
 _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
 
 class Claim(contextlib.AbstractContextManager['Claim']):
-  """The right to write something in a run's directory; one process has it."""
+  """The exclusive right of a process to write a part of a run's directory."""
 
   def __init__(self, directory: str | os.PathLike[str], what: str):
-    """Takes the right to write 'train', 'eval' or a series.
+    """Claims the right to write the log 'train' or 'eval', or a series.
 
     Raises:
-      ClaimedError: another run has it.
+      ClaimedError: a different run has it.
     """
     store = store_lib.at(directory).below('checkpoints')
     self._name = f'{store}/claims/{what}'
@@ -129,12 +129,12 @@ class Claim(contextlib.AbstractContextManager['Claim']):
           claims = store_lib.Disk(store.url).folder('claims')
           self._fd = _lock_file(claims / f'{what}.lock')
       if self._beat is None and self._fd is None:
-        key = 'another config.checkpoint_dir'
-        if what == 'best':  # One evaluation alone may keep it.
+        key = 'a different config.checkpoint_dir'
+        if what == 'best':  # Only one evaluation may keep it.
           key = "config.best_model_eval_metric = ''"
         raise ClaimedError(
           f'{os.fspath(directory)} is in use: another run writes {what!r}.'
-          f' Wait for its end, stop it, or give this run {key}.'
+          f' Wait until it ends, stop it, or give this run {key}.'
         )
       _claimed[self._name] = self
 
@@ -142,11 +142,11 @@ class Claim(contextlib.AbstractContextManager['Claim']):
     self.release()
 
   def check(self, *, renews: bool = True) -> None:
-    """Raises LostClaimError if the right is lost: another may have it.
+    """Raises LostClaimError if the right is lost.
 
     Args:
-      renews: whether to rewrite the object in a bucket. GCS slows down who
-        writes an object more than once a second.
+      renews: whether to rewrite the object in a bucket. GCS limits writes to
+        one object to about one per second.
     """
     is_held = True
     if self._beat is not None:
@@ -159,13 +159,13 @@ class Claim(contextlib.AbstractContextManager['Claim']):
     if not is_held:
       raise LostClaimError(
         f'{self._name}: another run has taken over, or the directory was'
-        ' removed while this run wrote there. Nothing was saved.'
+        ' removed while this run wrote to it. Nothing was saved.'
       )
 
   def release(self) -> None:
-    """Gives the right back."""
-    # Closed before another thread may claim: any close of the file releases all
-    # locks that this process has on it.
+    """Releases the right."""
+    # Close before another thread can claim: closing any descriptor of the file
+    # releases all locks of this process on it.
     with _claiming:
       if self._fd is not None:
         os.close(self._fd)
@@ -177,7 +177,7 @@ class Claim(contextlib.AbstractContextManager['Claim']):
 
 
 def check(run: store_lib.Store) -> None:
-  """Checks this process's claims on a run: see `Claim.check`."""
+  """Checks this process's claims on a run (see `Claim.check`)."""
   for name, claim in [*_claimed.items()]:
     if name.startswith(f'{run}/checkpoints/'):
       claim.check()
@@ -188,9 +188,9 @@ def _lock_file(path: pathlib.Path) -> int | None:
   disk.make_directory(path.parent)
   fd = disk.open_regular(str(path), os.O_RDWR | os.O_CREAT)
   try:
-    import fcntl  # Windows has none.
+    import fcntl  # Windows does not have it.
 
-    # Not flock: a worker process forked from this one would keep it.
+    # A forked worker process would keep an flock.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except (OSError, ImportError) as e:
     number = getattr(e, 'errno', errno.ENOLCK)
@@ -200,22 +200,22 @@ def _lock_file(path: pathlib.Path) -> int | None:
         return None
       raise
     logging.warning(
-      '%s: the file system has no locks (%s), so nothing keeps a second run'
-      ' from writing in this directory. Start no other one there.',
+      '%s: the file system has no locks (%s), so nothing prevents a second run'
+      ' from writing in this directory. Do not start one.',
       path, e,
     )  # fmt: skip
   return fd
 
 
-# All objects of a process have one nonce, until it has given back all.
+# All objects of a process share a nonce, until it has released all of them.
 _OBJECT = keys.record(nonce=keys.text('a nonce'))
-_dead: set[str] = set()  # Nonces of processes that have ended: nobody waits.
+_dead: set[str] = set()  # Nonces of ended processes, to wait only once.
 
 
 def _take_object(
   store: store_lib.Bucket, key: str, own: str
 ) -> Heartbeat | None:
-  """Returns the beat of an object, or None if another process has it."""
+  """Takes over an object; returns None if a live process owns it."""
   seen: dict[str, tuple[Any, float]] = {}
   before, nonce = None, ''
   while True:
@@ -229,18 +229,19 @@ def _take_object(
       break
     if before is None:
       logging.warning(
-        '%s/%s: a run writes there, or was killed less than %.0f s ago. Waiting'
-        ' for a sign of life. (If it has ended, delete this object.)',
+        '%s/%s: a run writes to this directory, or was killed less than %.0f s'
+        ' ago. Waiting for its heartbeat. (If it has ended, delete this'
+        ' object.)',
         store, key, STALE_SECS,
       )  # fmt: skip
     if raw != (before := before or raw):
       return None
-    watchdog.report_progress()  # It may end a run sooner than that.
+    watchdog.report_progress()  # Waiting may take longer than its limit.
     time.sleep(_LOOK_SECS)
   beat = Heartbeat(store, key, version)
   if not beat.write(nonce=own):
     return None
-  # Without the right to list, GCS lists nothing and TensorStore says nothing.
+  # Without permission to list, GCS returns an empty list, and no error.
   if not store.names('claims'):
     beat.stop()
     raise PermissionError(errno.EACCES, 'It cannot be listed', str(store))

@@ -1,8 +1,8 @@
-"""Bytes by key below an address: a directory, `gs://BUCKET/PATH` or `s3://`.
+"""A key-value store in a directory, `gs://BUCKET/PATH` or `s3://BUCKET/PATH`.
 
-A key is a relative path. A value that can be read is whole: on a disk it is
-written beside its place, synced and renamed; a bucket has no other way.
-TensorStore, which talks to buckets, is imported for them only.
+A key is a relative path, a value is bytes. Writes are atomic: on a disk, a
+value is written to a temporary file, synced and renamed; in a bucket, all
+writes are atomic. TensorStore is imported for buckets only.
 """
 
 import abc
@@ -22,29 +22,29 @@ from jaxline.base import disk
 from jaxline.base import keys
 
 _MOST_BYTES = 1 << 32
-# Folders of a run that people put on a larger disk.
+# These folders of a run may be links, for example to a larger disk.
 LINKS = 'checkpoints', 'train', 'eval'
-NEW = object()  # The version of a value that is not there.
-# There is no file of that name.
+NEW = object()  # The version of a value that does not exist yet.
+# These errors mean that there is no file of the name.
 MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class DamagedError(errors.RunError, ValueError):
-  """A checkpoint is not as it was written."""
+  """The bytes of a checkpoint differ from what was written."""
 
 
 class GoneError(DamagedError):
-  """A checkpoint was removed while it was read."""
+  """A checkpoint does not exist, or was removed during a read."""
 
 
 class RefusedError(errors.UsageError):
-  """A checkpoint is as it was written, but this program cannot restore it."""
+  """A checkpoint is intact, but this program cannot restore it."""
 
 
 def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
   """Returns the store at a directory or an address; touches nothing.
 
-  `what` is the key of the config that has the place, for errors.
+  `what` is the config key that names the place, for error messages.
   """
   text = os.fspath(place)
   scheme, _, path = text.partition('://')
@@ -59,50 +59,50 @@ def at(place: str | os.PathLike[str], what: str = 'checkpoint_dir') -> 'Store':
 
 
 def checked(name: str, value: Any, check: keys.Check) -> Any:
-  """Returns the value of a JSON file, given as bytes or as that value.
+  """Checks the value of a JSON file, given as bytes or parsed; returns it.
 
   Raises:
-    RefusedError: the check does not accept it; names the file.
+    RefusedError: the check rejects the value; the message names the file.
   """
   try:
     value = json.loads(value) if isinstance(value, bytes) else value
     check.require('it', value)
-  except Exception as e:  # Any JSON may be there.
+  except Exception as e:  # The file may hold any JSON.
     raise RefusedError(f'{name} is refused: {str(e).rstrip(".")}.') from e
   return value
 
 
 def check_size(key: str, found: int | None, written: int) -> None:
-  """Raises DamagedError unless a value has the size that was written."""
+  """Raises DamagedError if a value is missing or has the wrong size."""
   if found is None:
     raise DamagedError(f'{key} is missing')
   if found != written:
-    raise DamagedError(f'{key} has {found} bytes, {written} were written')
+    raise DamagedError(f'{key} has {found} bytes; expected {written}')
 
 
 class Store(abc.ABC):
-  """Bytes by key. An OSError, which each method may raise, is never damage."""
+  """A store of bytes by key. An OSError never means that data is damaged."""
 
-  threads = 16  # That read or write; in a bucket each may have a part's copy.
-  poll_secs = 0.0  # To wait between two listings.
-  mode = 0o666  # On a disk, of what `write` makes: see `disk.replacing`.
+  threads = 16  # For parallel access; in a bucket, each may copy a part.
+  poll_secs = 0.0  # The minimum time between two listings.
+  mode = 0o666  # The permissions of files by `write`: see `disk.replacing`.
 
   def __init__(self, url: str):
-    self.url = url  # The directory, or the address.
+    self.url = url  # The directory or address.
 
   def __str__(self) -> str:
     return self.url
 
   @abc.abstractmethod
   def below(self, folder: str, *, links: bool = False) -> 'Store':
-    """Returns the store of a folder; `links` is whether it may be a link."""
+    """Returns the store of a folder; with `links`, it may be a link."""
 
   @abc.abstractmethod
   def names(self, folder: str = '') -> list[str]:
-    """Returns the names of files and folders directly in a folder, sorted."""
+    """Returns the sorted names of the files and folders in a folder."""
 
   def read(self, key: str) -> bytes | None:
-    """Returns a value; None if there is none."""
+    """Returns a value, or None if there is none."""
     return self.versioned(key)[0]
 
   @abc.abstractmethod
@@ -111,36 +111,36 @@ class Store(abc.ABC):
 
   @abc.abstractmethod
   def read_into(self, key: str, buffer: memoryview) -> None:
-    """Fills a buffer with a value; DamagedError unless it has that size."""
+    """Fills a buffer with a value; raises DamagedError if the sizes differ."""
 
   @abc.abstractmethod
   def check(self, key: str, size: int) -> None:
-    """Raises DamagedError unless a value is there and has a size."""
+    """Raises DamagedError unless a value exists and has this size."""
 
   @abc.abstractmethod
   def write(self, key: str, value: Any, expected: Any = None) -> Any:
-    """Writes bytes that can be read whole, also after a power loss, or not.
+    """Writes a value atomically, even if the power fails.
 
     Args:
       key: the key.
-      value: the bytes, or a memoryview of them.
-      expected: the version that may be replaced, such as NEW; None is any. A
-        disk does not compare it: whoever writes there has a lock.
+      value: bytes, or a memoryview of them.
+      expected: the version that may be replaced, such as NEW; None means any.
+        A disk ignores it, because its writers hold a lock.
 
     Returns:
-      In a bucket the new version; None if another than the expected was there.
+      The new version in a bucket, or None if the version was not as expected.
     """
 
   @abc.abstractmethod
   def write_part(self, key: str, value: memoryview) -> None:
-    """Writes a value under a new key; it is safe after the next `sync`."""
+    """Writes a value under a new key; it is durable after the next `sync`."""
 
   def sync(self) -> None:  # noqa: B027
-    """Returns when all names, and that of a new store itself, are safe."""
+    """Waits until all names, and the store's own, are durable."""
 
   @abc.abstractmethod
   def delete(self, key: str) -> None:
-    """Deletes a value, if it is there."""
+    """Deletes a value, if it exists."""
 
   @abc.abstractmethod
   def delete_folder(self, folder: str) -> None:
@@ -154,11 +154,11 @@ class Disk(Store):
     return Disk(f'{self.url}/{folder}' if links else str(self.folder(folder)))
 
   def folder(self, key: str) -> pathlib.Path:
-    """Returns the path of a folder; refuses a link, or another thing, there."""
+    """Returns the path of a folder; rejects a link or a file in its place."""
     return self._path(f'{key}/_').parent
 
   def _path(self, key: str) -> pathlib.Path:
-    """Returns the path of a key, to which only folders lead."""
+    """Returns the path of a key; rejects parents that are not real folders."""
     path = pathlib.Path(self.url)
     *folders, name = key.split('/')
     for i, folder in enumerate(folders):
@@ -232,7 +232,7 @@ class Disk(Store):
 
 
 class Bucket(Store):
-  """Objects in a bucket, by TensorStore's drivers."""
+  """Objects in a bucket, accessed with TensorStore's drivers."""
 
   poll_secs = 5.0
 
@@ -244,7 +244,7 @@ class Bucket(Store):
     self._kv = buckets.connect(f'{url}/', self.threads)
 
   def below(self, folder: str, *, links: bool = False) -> 'Bucket':
-    # The same connection: each one that opens looks for credentials anew.
+    # Share the connection: opening a new one looks for credentials again.
     below = copy.copy(self)
     below.url = f'{self.url}/{folder}'
     below._kv = self._kv + f'{folder}/'
@@ -275,12 +275,12 @@ class Bucket(Store):
     buffer[:] = found.value
 
   def check(self, key: str, size: int) -> None:
-    try:  # TensorStore lists no sizes.
+    try:  # TensorStore cannot list sizes, so read the last byte.
       found = self._read(key, byte_range=slice(size - 1, None))
     except OSError as e:
       if not str(e.strerror).startswith('OUT_OF_RANGE'):
         raise
-      raise DamagedError(f'{key} has less than {size} bytes') from e
+      raise DamagedError(f'{key} has fewer than {size} bytes') from e
     is_there = found.state == 'value'
     check_size(key, size - 1 + len(found.value) if is_there else None, size)
 
@@ -294,7 +294,7 @@ class Bucket(Store):
       stamp = self._kv.write(key, bytes(value), if_equal=expected).result()
     if stamp.generation:
       return stamp.generation
-    # Or it was written, the answer was lost, and the next attempt found it.
+    # If the answer to a successful write was lost, a retry finds our own value.
     found = self._read(key)
     is_ours = found.state == 'value' and found.value == bytes(value)
     return found.stamp.generation if is_ours else None

@@ -1,8 +1,8 @@
-"""Reads the directories of runs; `python -m jaxline.runs` prints tables.
+"""Reads run directories; `python -m jaxline.runs` prints tables of them.
 
-A run is a directory with a `config.json`. `replay` runs its steps again,
-`bisect` and `explain` use that; `verdict` compares runs over seeds. Read this
-module first, then `replay`.
+A run is a directory with a `config.json`. `replay` reruns its steps, and
+`bisect` and `explain` build on it. `verdict` compares runs over seeds. Read
+this module first, then `replay`.
 """
 
 import collections
@@ -31,18 +31,18 @@ from jaxline.run_directory import store as store_lib
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-  """What a run's directory says."""
+  """The contents of a run's directory."""
 
   path: str
   recorded: dict[str, Any]  # The resolved config, by dotted key.
   curves: dict[str, dict[int, float]]  # 'train/loss' -> value by rising step.
-  step: int  # The last one that was logged or saved; 0 before the first.
-  has_ended: bool  # Training has.
+  step: int  # The last step that was logged or saved; 0 if there is none.
+  has_ended: bool  # Whether training has ended.
 
   def manifests(
     self, before: float = math.inf
   ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and manifest of readable checkpoints, the newest first."""
+    """Yields (step, manifest) of readable checkpoints, the newest first."""
     store = store_lib.at(self.path).below('checkpoints')
     found = manifests_lib.Manifests(store)
     for step in reversed(found.steps('latest')):
@@ -50,20 +50,20 @@ class RunRecord:
         try:
           yield step, found.read('latest', step)
         except (ValueError, OSError) as e:
-          lines.warn_once(f'Passed over: {e}')
+          lines.warn_once(f'Skipped: {e}')
 
   @property
   def seconds(self) -> float:
-    """The time that the training steps took, without pauses of the run."""
+    """The time of the training steps, without pauses between restarts."""
     rates = self.curves.get('train/steps_per_sec', {})
-    # A run that began from another one may have begun at its step.
+    # A run that started from a checkpoint may have started at its step.
     before = min(rates, default=0) if self.recorded.get('restore_from') else 0
     pairs = itertools.pairwise([before, *rates])
     return sum((b - a) / rates[b] for a, b in pairs if rates[b] > 1e-9)
 
   @property
   def first_step(self) -> int:
-    """The run's first step, which is not 1 if it began from another run's."""
+    """The run's first step, greater than 1 if it continues another run."""
     number = str(self.recorded.get('restore_from')).rpartition(':')[2]
     is_whole = number.isdecimal() and not self.recorded.get('restore_rules')
     return int(number) + 1 if is_whole else 1
@@ -77,12 +77,12 @@ class RunRecord:
 
   @functools.cached_property
   def manifest(self) -> dict[str, Any]:
-    """The newest manifest; empty without one."""
+    """The newest manifest, or {} if there is none."""
     return next(self.manifests(), (0, {}))[1]
 
   @property
   def best(self) -> dict[str, float]:
-    """The best value of the metric that the run keeps the best series for."""
+    """The best value of the metric that selects the run's best checkpoint."""
     metric = self.recorded.get('best_model_eval_metric')
     curve = self.curves.get(f'eval/{metric}', {})
     values = [x for x in curve.values() if not math.isnan(x)]
@@ -90,7 +90,7 @@ class RunRecord:
     return {f'eval/{metric}': best(values)} if values else {}
 
   def prefers_higher(self, name: str) -> bool:
-    """Returns whether more of a metric is better; less is of a loss."""
+    """Returns whether higher values of a metric are better."""
     if name.partition('/')[2] == self.recorded.get('best_model_eval_metric'):
       key = 'best_model_eval_metric_higher_is_better'
       return bool(self.recorded.get(key, True))
@@ -98,7 +98,7 @@ class RunRecord:
 
   @property
   def last(self) -> dict[str, float]:
-    """The last value of each scalar: that of `best`, evaluation, losses."""
+    """The last value of each scalar: `best` first, then evaluation, losses."""
     best = f'eval/{self.recorded.get("best_model_eval_metric")}'
     rank = lambda x: (x != best, not x.startswith('eval'), 'loss' not in x, x)
     names = sorted(self.curves, key=rank)
@@ -111,10 +111,10 @@ class RunRecord:
 
 
 class History(dict[str, np.ndarray]):
-  """A run's curves: 'train/loss' -> [N, 2], steps and values."""
+  """A run's curves by name, such as 'train/loss': arrays [N, (step, value)]."""
 
   def to_pandas(self) -> Any:
-    """Returns a DataFrame with a row for each step, a column for each name."""
+    """Returns a DataFrame with a row per step and a column per name."""
     curves = {k: dict(zip(*x.T, strict=True)) for k, x in self.items()}
     frame = optional('pandas').DataFrame(curves)
     frame.index = frame.index.astype(int).rename('step')
@@ -122,7 +122,7 @@ class History(dict[str, np.ndarray]):
 
 
 def optional(name: str) -> Any:
-  """Returns a module of a package that need not be installed."""
+  """Imports a module of an optional package."""
   try:
     return importlib.import_module(name)
   except ImportError as e:
@@ -138,14 +138,14 @@ def read(path: str | os.PathLike[str]) -> RunRecord:
   unordered: dict[str, dict[int, float]] = collections.defaultdict(dict)
   for step, scalars in inspection.read_log(store):
     for name, value in scalars.items():
-      # JSON has no NaN; as text it is one of those that float reads.
+      # JSON has no NaN, so it is logged as text that `float` parses.
       with contextlib.suppress(ValueError, TypeError, OverflowError):
         unordered[name][int(step)] = float(value)
   curves = {name: dict(sorted(x.items())) for name, x in unordered.items()}
   manifests = manifests_lib.Manifests(store.below('checkpoints'))
   saved = manifests.steps('latest')
   last = max([0, *saved, *(max(curve) for curve in curves.values())])
-  # With checkpoints in memory a run leaves no note of its end.
+  # A run with checkpoints in memory leaves no note of its end.
   steps = recorded.get('training_steps')
   has_all = isinstance(steps, int | float) and last >= steps
   has_ended = bool(notes.read_end(manifests.store)) or has_all
@@ -153,14 +153,14 @@ def read(path: str | os.PathLike[str]) -> RunRecord:
 
 
 def find(places: Sequence[str]) -> list[RunRecord]:
-  """Returns the runs in directories and below them, by path."""
+  """Returns the runs in and below some directories, ordered by path."""
   found: dict[str, RunRecord] = {}
   for place in places:
     paths = list(_below(store_lib.at(place)))
     if not paths:
       raise errors.UsageError(
-        f'There is no run in {place}: expected a directory with a'
-        f' {base_config.RECORD}, or one that has such directories below it.'
+        f'There is no run in {place}; expected a directory with a'
+        f' {base_config.RECORD}, or a directory with such directories below it.'
       )
     for path in paths:
       try:
@@ -168,14 +168,14 @@ def find(places: Sequence[str]) -> list[RunRecord]:
       except (ValueError, OSError, OverflowError) as e:
         if len(paths) == 1:
           raise errors.UsageError(f'{path}: {e}') from e
-        lines.warn_once(f'Left out: {path}: {e}')
+        lines.warn_once(f'Skipped {path}: {e}')
   if not found:
     raise errors.UsageError(f'No run in {", ".join(places)} can be read.')
   return list(found.values())
 
 
 def _below(place: store_lib.Store) -> Iterator[str]:
-  """Yields the directories of runs in and below a place, each one once."""
+  """Yields each directory of a run in and below a place once."""
   seen, left = set(), [place]
   while left:
     store = left.pop()
@@ -185,7 +185,7 @@ def _below(place: store_lib.Store) -> Iterator[str]:
     try:
       names = store.names()
     except OSError as e:
-      lines.warn_once(f'Left out: {e}')
+      lines.warn_once(f'Skipped: {e}')
       continue
     if base_config.RECORD in names:
       yield store.url
@@ -194,12 +194,12 @@ def _below(place: store_lib.Store) -> Iterator[str]:
 
 
 def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-  """Returns the values of the runs that differ, except their directories."""
+  """Returns the values, by key, of each key that differs between the runs."""
   keys = sorted({key for run in runs for key in run.recorded})
   found = {key: [run.recorded.get(key) for run in runs] for key in keys}
   found.pop('checkpoint_dir', None)
   made = [inspection.made_with(run.manifest) for run in runs if run.manifest]
-  # A run without a checkpoint was made with something, too.
+  # Versions are compared only if each run has a checkpoint that records them.
   for key in made[0] if len(made) == len(runs) else ():
     found[key] = [x.get(key) for x in made]
   return {k: x for k, x in found.items() if len(set(map(json.dumps, x))) > 1}

@@ -1,13 +1,13 @@
-"""`python -m jaxline.runs`: compares, sweeps and replays runs.
+"""Command line that compares, sweeps and replays runs.
 
   python -m jaxline.runs ls runs
   python -m jaxline.runs compare runs/lr_*
   python -m jaxline.runs plot runs --metrics=eval/loss
   python -m jaxline.runs replay runs/a 7310-7320
 
-The exit status is 0; 1 where a replay differs from the run, two runs differ, a
-point of a sweep failed or `compare --seeds` finds nothing better; 2 where there
-is no run or nothing of that name, in one line on stderr.
+The exit status is 1 if a replay differs from its run, two runs differ, a point
+of a sweep failed or `compare --seeds` finds no improvement. It is 2, with one
+line on stderr, if a run or name does not exist. Otherwise it is 0.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def _sweep(args: argparse.Namespace) -> int:
     return platform.load_config([*others, *flags])
 
   if not any(re.match('--(config|jaxline_run)(=|$)', x) for x in others):
-    platform.load_config([])  # Its error names the flag.
+    platform.load_config([])  # This raises an error that names the flag.
   points = sweep.points(axes, args.draws)
   _start_jax(config_of(points[0]))
   train = functools.partial(api.fit_point, None, mode=args.jaxline_mode)
@@ -90,7 +90,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the command line; returns the exit status."""
+  """Runs the command and returns the exit status."""
   parser = argparse.ArgumentParser(
     prog='python -m jaxline.runs',
     description='Compares, sweeps and replays runs.',
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   commands = parser.add_subparsers(required=True, metavar='COMMAND')
 
   def add(name: str, run: Any, what: str, such: str) -> Any:
-    """Adds a command; returns what adds its arguments."""
+    """Adds a command; returns its `add_argument`."""
     example = f'Example: python -m jaxline.runs {name} {such}'
     command = commands.add_parser(
       name,
@@ -112,60 +112,60 @@ def main(argv: Sequence[str] | None = None) -> int:
 
   def add_table(name: str, run: Any, what: str, such: str) -> Any:
     arg = add(name, run, what, such)
-    arg('dir', metavar='DIR', nargs='+', help='a run, or what has runs below')
-    what = 'the runs that differ only in their seed as one, with means'
+    arg('dir', metavar='DIR', nargs='+', help='a run, or a directory of runs')
+    what = 'average runs that differ only in their seed'
     arg('--group', action='store_true', help=what)
     if name != 'ls':
-      what = 'the default is all of evaluation, and losses'
+      what = 'metrics to show (default: all of evaluation, and losses)'
       arg('--metrics', '--metric', metavar='METRIC,METRIC', help=what)
     if name != 'plot':
       arg('--sort', metavar='METRIC', help='put the best run first')
     return arg
 
-  arg = add_table('ls', _ls, 'a line for each run', 'runs --sort=eval/loss')
-  what = 'how runs differ and what they reached'
+  arg = add_table('ls', _ls, 'list runs, one per line', 'runs --sort=eval/loss')
+  what = 'compare the configs and the metrics of runs'
   arg = add_table('compare', _compare, what, 'runs/lr_* --metrics=eval/loss')
-  what = 'then, whether the runs in the second DIR are better than in the first'
+  what = 'test whether the runs in the second DIR beat the runs in the first'
   arg('--seeds', action='store_true', help=what)
-  what = 'the curves of runs, in a PNG'
+  what = 'draw the curves of runs in a PNG file'
   arg = add_table('plot', plot.command, what, 'runs --metrics=eval/loss')
-  what = 'the file to write; the default is %(default)s'
+  what = 'the file to write (default: %(default)s)'
   arg('--out', metavar='FILE', default='runs.png', help=what)
-  what = 'what a config reaches with several values of its keys'
+  what = 'train a config with several values of its keys'
   such = '--config=FILE --config.checkpoint_dir=DIR --sweep.KEY=1,2'
   arg = add('sweep', _sweep, what, such)
   arg.__self__.usage = (
     '%(prog)s --config=FILE [--config.KEY=VALUE ...]'
     ' --sweep.KEY=VALUE,VALUE [--sweep.KEY=log:LOW:HIGH ...] [OPTION ...]'
   )
-  what = 'random points; the default is all combinations of the values'
+  what = 'train N random points (default: all combinations of the values)'
   arg('--draws', type=int, metavar='N', help=what)
-  what = 'the only point to train, from 0, as $SLURM_ARRAY_TASK_ID'
+  what = 'train only this point, counted from 0 like $SLURM_ARRAY_TASK_ID'
   arg('--index', type=int, metavar='N', help=what)
-  modes, what = ('train_and_eval', 'train'), 'the default is %(default)s'
+  modes, what = ('train_and_eval', 'train'), 'default: %(default)s'
   arg('--jaxline_mode', choices=modes, default=modes[0], help=what)
-  what = 'whether the steps of a run give the same numbers again'
+  what = 'rerun steps of a run and compare the results'
   arg = add('replay', replay.command, what, 'runs/a 7310-7320')
   arg('run_dir', metavar='RUN', help='the directory of a run')
   what = 'the step to compare, or the first and the last, such as 10-20'
   arg('step', metavar='STEP', type=_steps, help=what)
-  # An earlier way to give the last step.
+  # This older flag gives the number of further steps.
   arg('--steps', type=int, default=0, help=argparse.SUPPRESS)
   either = arg.__self__.add_mutually_exclusive_group().add_argument
-  what = 'a new directory for the checkpoint of the last step'
+  what = 'save a checkpoint of the last step in this new directory'
   either('--save', metavar='DIR', help=what)
-  either('--nan', action='store_true', help='name what made STEP not finite')
-  what = 'the rows of the batch of a step, the worst first'
+  either('--nan', action='store_true', help='find the first NaN or infinity')
+  what = "list the rows of a step's batch, the worst first"
   arg = add('explain', explain.command, what, 'runs/a 7310 --grads')
   arg('run_dir', metavar='RUN', help='the directory of a run')
-  what = 'the step; the default is the worst spike'
+  what = 'the step to explain (default: the worst spike)'
   arg('step', metavar='STEP', type=int, nargs='?', help=what)
-  arg('--grads', action='store_true', help="also the rows' gradient norms")
-  what = 'the first step at which two runs part, and the arrays that part'
+  arg('--grads', action='store_true', help='show gradient norms of the rows')
+  what = 'find the first step and the arrays in which two runs differ'
   find = lambda args: int(bisect.bisect(args.run_dir, args.other))
   arg = add('bisect', find, what, 'runs/a runs/b')
   arg('run_dir', metavar='A', help='the directory of a run')
-  arg('other', metavar='B', help='that of another run')
+  arg('other', metavar='B', help='the directory of a second run')
   args, rest = parser.parse_known_args(argv)
   if rest and args.run is not _sweep:
     parser.error(f'unrecognized arguments: {" ".join(rest)}')

@@ -1,4 +1,4 @@
-"""Finds the first step at which two runs part, and the array that parts."""
+"""Finds the first step in which two runs diverge, and the first arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
 import math
@@ -20,10 +20,10 @@ from jaxline.run_directory import sources
 from jaxline.run_directory import store as store_lib
 from jaxline.runs import replay as replay_lib
 
-_MAX_SHOWN = 5  # Arrays.
-_MAX_LINES = 60  # Of code.
+_MAX_SHOWN = 5  # Limit of arrays to print.
+_MAX_LINES = 60  # Limit of lines of code to print.
 _AROUND = 'state after `step`'
-_HOSTS = "The compiled steps are equal; {}: look at `step` and the host's code."
+_HOSTS = "The compiled steps are equal. {}: look at `step` and the host's code."
 
 
 def _first(
@@ -31,7 +31,7 @@ def _first(
   of_runs: Sequence[Mapping[int, Any]],
   differing: Callable[..., list[str]] = replay_lib.differing,
 ) -> float:
-  """Prints the first step at which something differs; infinity without one."""
+  """Prints and returns the first differing step; infinity if there is none."""
   a, b = of_runs
   for step in sorted(a.keys() & b.keys()):
     if names := differing(a[step], b[step]):
@@ -45,24 +45,24 @@ def _differing_arrays(one: Any, other: Any) -> list[str]:
   """Returns the names of arrays of two checkpoints whose checksums differ."""
   x, y = ({k: v['parts'] for k, v in z['arrays'].items()} for z in (one, other))
   both = sorted(x.keys() & y.keys())
-  # The checksums of other parts than those of the other array say nothing.
+  # Checksums are comparable only if both arrays have the same parts.
   return [k for k in both if x[k].keys() == y[k].keys() and x[k] != y[k]]
 
 
 def _inside(path: str, step: int) -> dict[str, Any]:
-  """Returns the arrays of a step by their kind."""
+  """Returns the arrays of a step by kind, such as 'gradients', and name."""
   with replay_lib.open_replay(path, step) as replay:
     _, batch, _ = replay.peek(step)
     experiment, rng = replay.experiment, replay.state.train_step_rng
     state = experiment.state
     batch = placement.put_batch(batch, experiment.partitioner)
     experiment.step_scalars = lambda state, *trees: {'_': trees}
-    # A new function: JAX would take what it has traced, and donate the state.
+    # For a new function, JAX traces again, and does not donate the state.
     step_fn = lambda *args: experiment.compiled_train_step.__wrapped__(*args)
     new, packed = jax.jit(step_fn)(state, batch, rng)
     scalars = scalars_lib.Scalars(packed)
     grads, updates = scalars.pop('_')
-    # In the order in which they are computed.
+    # The kinds are in the order in which the step computes them.
     kinds = {'state before': state, 'batch': batch, 'random key': rng}
     kinds |= {'loss': dict(scalars), 'gradients': grads, 'updates': updates}
     kinds['state after'] = new
@@ -78,20 +78,20 @@ def _named(tree: Any) -> dict[str, Any]:
   data = {
     k: jax.random.key_data(x) if arrays.is_key(x) else x
     for k, x in named.items()
-    if isinstance(x, jax.Array)  # A checkpoint also has plain values.
+    if isinstance(x, jax.Array)  # A checkpoint has plain values too.
   }
-  # Also of arrays that lie on several processes.
+  # Gather arrays that span several processes.
   on_host = multihost_utils.process_allgather(data, tiled=True)
   return {name: np.asarray(x) for name, x in on_host.items()}
 
 
 def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
-  """Returns how each array differs that does, the largest difference first."""
+  """Describes the arrays that differ, the largest difference first."""
   found = []
   for name in one.keys() | other.keys():
     x, y = one.get(name), other.get(name)
     if x is None or y is None or (x.shape, x.dtype) != (y.shape, y.dtype):
-      found.append((math.inf, name, 'another shape or type'))
+      found.append((math.inf, name, 'different shape or dtype'))
     elif x.tobytes() != y.tobytes():
       with np.errstate(invalid='ignore'):
         size = np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
@@ -100,7 +100,7 @@ def _differences(one: Any, other: Any) -> list[tuple[str, str]]:
 
 
 def bisect(*paths: str) -> bool:
-  """Prints where two runs part; returns whether they do."""
+  """Prints where two runs diverge; returns whether they do."""
   both = [runs.read(path) for path in paths]
   for key, (x, y) in runs.differences(both).items():
     lines.print_text(f'{key}: {x!r} and {y!r}')
@@ -123,7 +123,7 @@ def bisect(*paths: str) -> bool:
     f'Compared up to step {last}: {len(compared)} logged steps and'
     f' {len(checkpoints)} kept checkpoints.'
   )
-  if has_parted:  # Begin where both have begun, or were equal.
+  if has_parted:  # Start where both have started, or were last equal.
     equal = (step + 1 for step in checkpoints if step < upper)
     first, until = max([min(compared, default=1), *equal]), int(upper)
   else:
@@ -137,9 +137,9 @@ def bisect(*paths: str) -> bool:
       has_parted = True
       _look_into(paths, int(step))
     elif replayed:
-      lines.print_text(f'By the code here, both are equal up to step {until}.')
+      lines.print_text(f'In the replays, both are equal up to step {until}.')
     for run, *values in zip(both, logged, replayed, strict=False):
-      what = f'step of {run.path} that its replay does not repeat'
+      what = f'step of {run.path} that its replay does not reproduce'
       has_parted |= _first(what, values) < math.inf
   except errors.UsageError as e:
     lines.print_text(f'The steps up to {until} cannot be compared further: {e}')
@@ -150,10 +150,10 @@ def bisect(*paths: str) -> bool:
 
 
 def _print_code(both: Sequence[runs.RunRecord]) -> None:
-  """Prints what differs between the revisions and the changes of two runs."""
+  """Prints the difference between the recorded code of two runs."""
   codes = [run.manifest.get('code', {}) for run in both]
   commits = [code.get('revision', '') for code in codes]
-  # A recorded revision must not become an option of git.
+  # --end-of-options keeps git from reading a revision as an option.
   stat = contents.git('diff', '--stat', '--end-of-options', *commits, '--')
   if stat:
     lines.print_text(stat.rstrip())
@@ -168,16 +168,16 @@ def _print_code(both: Sequence[runs.RunRecord]) -> None:
 
 
 def _look_into(paths: Sequence[str], step: int) -> None:
-  """Prints the first thing that differs in a step."""
+  """Prints the first kind of arrays that differs in a step."""
   one, other = (_inside(path, step) for path in paths)
   for kind in one:
     if differing := _differences(one[kind], other[kind]):
       if kind == _AROUND:
         lines.print_text(
-          _HOSTS.format('the state differs before or after them')
+          _HOSTS.format('The state differs before or after them')
         )
-      lines.print_text(f'The runs part in step {step}, in the {kind}:')
+      lines.print_text(f'The runs diverge in step {step}, in the {kind}:')
       for name, what in differing[:_MAX_SHOWN]:
         lines.print_text(f'  {name or kind}: {what}')
       return
-  lines.print_text(_HOSTS.format('so are the states'))
+  lines.print_text(_HOSTS.format('So are the states'))

@@ -28,7 +28,7 @@ _DEVIATIONS = 8
 _WINDOW = 20
 _MIN_BEFORE = 8
 _JUDGED = ('train/loss', 'train/grad_norm')
-_NEAR = 1000  # Steps whose loss is typical.
+_NEAR = 1000  # The typical loss is the median within this many steps.
 _MAX_TEXT = 70
 _FORK = ('checkpoint_dir', 'restore_from', 'restore_rules', 'skip_batches')
 
@@ -36,18 +36,18 @@ _FORK = ('checkpoint_dir', 'restore_from', 'restore_rules', 'skip_batches')
 class Row(NamedTuple):
   """A row of a batch."""
 
-  number: int  # In the rows of this process.
-  loss: float  # As if the row were the batch.
+  number: int  # Its index among the rows of this process.
+  loss: float  # The loss of a batch in which only this row has a weight.
   weight: float
-  grad_norm: float  # Of this loss; NaN if it was not asked for.
+  grad_norm: float  # The norm of this loss's gradient; NaN if not computed.
   where: str
   text: str
 
 
 def spikes(curve: Mapping[int, float]) -> dict[int, float]:
-  """Returns the steps of a curve whose value stands out, and how far it does.
+  """Returns the steps of a curve that are spikes, with their height.
 
-  It does if it is not finite, or is more than `_DEVIATIONS` median absolute
+  A spike is not finite, or is more than `_DEVIATIONS` median absolute
   deviations above the median of the `_WINDOW` values before it.
   """
   found = {step: math.inf for step, x in curve.items() if not math.isfinite(x)}
@@ -65,25 +65,25 @@ def spikes(curve: Mapping[int, float]) -> dict[int, float]:
 def explain(
   replay: replay_lib.Replay, step: int, with_grads: bool = False
 ) -> list[Row]:
-  """Returns the rows of the batch of a step, the worst first."""
+  """Returns the rows of a step's batch, the worst first."""
   source, on_host, where = replay.peek(step)
   experiment, num_rows = replay.experiment, inputs.num_rows(on_host)
   compute = jax.jit(
     experiment.in_mesh(functools.partial(_of_rows, experiment, with_grads)),
     out_shardings=experiment.partitioner.replicated,
   )
-  # The key of the step, as `ShardedExperiment._pure_step` derives it.
+  # Derive the step's key like `ShardedExperiment._pure_step`.
   rng = jax.random.fold_in(replay.state.train_step_rng, experiment.state.step)
   batch = placement.put_batch(on_host, experiment.partitioner)
   numbers = np.asarray(compute(experiment.state, batch, rng))
-  # All processes compute all rows together; each lists its own.
+  # All processes compute all rows together. Each lists its own rows.
   numbers = numbers[:, experiment.partitioner.host[0] * num_rows :]
   texts = show.texts(source, on_host, num_rows)
   rows = []
   for i, (loss, weight, norm) in enumerate(numbers.T.tolist()[:num_rows]):
     text = ' | '.join(repr(text[i]) for text in texts.values())
     rows.append(Row(i, loss, weight, norm, where[i] if where else '', text))
-  # The loss of a row of weight 0 means nothing, and may be NaN.
+  # The loss of a row of weight 0 is meaningless and may be NaN.
   badness = lambda r: r.loss if math.isfinite(r.loss) else math.inf
   return sorted(rows, key=lambda r: (r.weight > 0, badness(r)), reverse=True)
 
@@ -91,7 +91,7 @@ def explain(
 def _of_rows(
   experiment: Any, with_grads: bool, state: Any, batch: Any, rng: Any
 ) -> jax.Array:
-  """Returns loss, weight and norm of the loss's gradient of rows, [3, B]."""
+  """Returns each row's loss, weight and gradient norm, [3, B]."""
   weights = batch[train_step.WEIGHTS]
 
   def loss_of(row: jax.Array, params: Any) -> jax.Array:
@@ -117,7 +117,7 @@ def _of_rows(
 
 
 def _find(run: runs.RunRecord) -> int:
-  """Prints the spikes of a run, and returns the step of the worst one."""
+  """Prints the spikes of a run and returns the step of the worst one."""
   found: dict[int, float] = {}
   curves = {name: run.curves.get(name, {}) for name in _JUDGED}
   logged, total = set().union(*curves.values()), run.step - run.first_step + 1
@@ -132,7 +132,7 @@ def _find(run: runs.RunRecord) -> int:
   if found:
     return max(found, key=lambda step: found[step])
   raise errors.UsageError(
-    f'No step of {run.path} that is logged or recorded stands out; give a step.'
+    f'No logged or recorded step of {run.path} is a spike. Name a step.'
   )
 
 
@@ -162,5 +162,5 @@ def command(args: argparse.Namespace) -> int:
   argv += [
     f'--config.{x}={config[x]}' for x in _FORK if config[x] != recorded[x]
   ]
-  lines.print_text(f'To train without it: {shlex.join(argv)}')
+  lines.print_text(f'To continue without this batch: {shlex.join(argv)}')
   return 0

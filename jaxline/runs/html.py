@@ -10,7 +10,7 @@ from jaxline.metrics import lines
 
 
 def show(directory: str, best: Mapping[str, float], curves: Any) -> str:
-  """Shows numbers, and the loss; `curves` are arrays [N, 2], steps, values."""
+  """Returns HTML of a run's numbers and loss; `curves` are as in `History`."""
   step = max((int(curve[-1, 0]) for curve in curves.values()), default=0)
   rows = {'Run directory': directory, 'Step': step}
   rows |= {f'Best {k}': x for k, x in best.items()}

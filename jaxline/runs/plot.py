@@ -1,4 +1,4 @@
-"""Draws curves of runs: in a notebook, `plot.plot(['runs'], 'eval/loss')`."""
+"""Draws curves of runs. In a notebook: `plot.plot(['runs'], 'eval/loss')`."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxline.runs import tables
 
 
 def curve(group: tables.Group, name: str) -> np.ndarray:
-  """Returns [N, 3]: the steps that all runs have, means, standard errors."""
+  """Returns [N, (step, mean, standard error)] at steps that all runs have."""
   curves = [run.curves[name] for run in group if name in run.curves]
   steps = sorted(set.intersection(*map(set, curves))) if curves else []
   means = [tables.mean([x[step] for x in curves]) for step in steps]
@@ -25,13 +25,13 @@ def curve(group: tables.Group, name: str) -> np.ndarray:
 def plot(
   places: Sequence[str], metrics: str | None = None, by_seed: bool = False
 ) -> Any:
-  """Returns a figure of matplotlib with axes for each metric.
+  """Returns a matplotlib figure with axes for each metric.
 
   Args:
-    places: the directories of runs, or directories with runs below.
-    metrics: names with commas between; None means those of `compare`.
-    by_seed: whether runs that differ only in their seed are one line, with a
-      band of the standard error.
+    places: Directories of runs, or directories with runs below them.
+    metrics: Names, separated by commas; None means the default of `compare`.
+    by_seed: Whether to draw runs that differ only in their seed as one line,
+      their mean, with a band of the standard error.
   """
   pyplot = runs_lib.optional('matplotlib.pyplot')
   runs = runs_lib.find(places)
@@ -43,7 +43,7 @@ def plot(
     axes.set_ylabel(_shown(name))
     for label, group in zip(tables.names(groups), groups, strict=True):
       steps, means, deviations = curve(group, name).T
-      # Matplotlib would leave out a label that begins with _.
+      # Matplotlib would omit a label that begins with _.
       label = f' {_shown(label)}'
       (line,) = axes.plot(steps, means, label=label)
       edges = means - deviations, means + deviations
@@ -54,13 +54,13 @@ def plot(
 
 
 def _shown(text: str) -> str:
-  """Returns text that matplotlib shows as it is, without control characters."""
+  """Escapes control characters and matplotlib's math mode."""
   return lines.escaped(text).replace('$', r'\$')
 
 
 def command(args: argparse.Namespace) -> None:
   """Runs `runs plot`."""
-  os.environ['MPLBACKEND'] = 'agg'  # It needs no screen.
+  os.environ['MPLBACKEND'] = 'agg'  # This backend needs no screen.
   figure = plot(args.dir, args.metrics, args.group)
   try:
     figure.savefig(args.out, format='png')

@@ -1,8 +1,8 @@
-"""Replays steps of a run exactly, and writes nothing to it.
+"""Replays steps of a run exactly, without writing to it.
 
-A replay restores the newest kept checkpoint before a step (or starts from the
-seed) and runs the recorded config from there, in the run's own training loop.
-On the devices and versions of the run it gives the run's numbers bit for bit.
+A replay restores the newest kept checkpoint before a step, or starts from the
+seed. From there it runs the recorded config in the run's own training loop. On
+the devices and versions of the run, it reproduces the run bit for bit.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from jaxline.metrics import lines
 from jaxline.metrics import writers
 from jaxline.run_directory import store as store_lib
 
-# Files whose lines do not say which operation of the model it was.
+# Lines of these files do not identify an operation of the model.
 _LIBRARIES = tuple(
   os.path.join(os.path.dirname(path), '')
   for path in (jaxline.__file__, os.__file__, os.path.dirname(jax.__file__))
 )
 
-# Between other devices, the sums of a step are rounded otherwise.
+# Different devices round the sums of a step differently.
 _RTOL = 0.01
 
 _FINGERPRINT = 'train/fingerprint'
@@ -54,19 +54,19 @@ _FINGERPRINT = 'train/fingerprint'
 class Replay:
   """A run's training at one of its steps, in memory."""
 
-  of: runs.RunRecord
-  config: Any  # The recorded one, but `restore_from` is where the replay began.
+  record: runs.RunRecord
+  config: Any  # The recorded config, with the replay's `restore_from`.
   experiment: Any
-  state: Any  # The live one, with `global_step` and `train_step_rng`.
+  state: Any  # The live state, with `global_step` and `train_step_rng`.
 
   def run(
     self, until: int, on_step: Callable[..., Any] = lambda *unused: None
   ) -> None:
-    """Runs steps; calls `on_step(number, scalars)` after each."""
-    path, step = self.of.path, self.state.global_step
+    """Runs up to step `until`; calls `on_step(number, scalars)` after each."""
+    path, step = self.record.path, self.state.global_step
     if step >= until:
       return
-    rate = max(self.of.curves.get('train/steps_per_sec', {0: 0.0}).values())
+    rate = max(self.record.curves.get('train/steps_per_sec', {0: 0.0}).values())
     about = f', about {lines.duration((until - step) / rate)}' if rate else ''
     where = f'step {step}' if step else 'the seed'
     lines.print_text(f'Replaying {path} from {where} to step {until}{about}.')
@@ -85,7 +85,7 @@ class Replay:
       )
 
   def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
-    """Runs steps; returns values as `logged` does, and bits of each state."""
+    """Runs steps; returns values like `logged_values`, and state hashes."""
     found: dict[int, dict[str, Any]] = {}
 
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
@@ -102,11 +102,11 @@ class Replay:
     return found
 
   def peek(self, step: int) -> tuple[Any, Any, list[str]]:
-    """Runs to the step before, and returns what `TrainFeed.peek` does."""
+    """Runs up to the step before `step`, and calls `TrainFeed.peek`."""
     if not isinstance(self.experiment, sharded.ShardedExperiment):
       raise errors.UsageError(
-        f'{self.experiment.__class__.__name__} is no ShardedExperiment: its'
-        ' steps can be replayed, and not looked into.'
+        'explain and bisect need a ShardedExperiment.'
+        f' {self.experiment.__class__.__name__} is not, so only replay works.'
       )
     self.run(step - 1)
     return self.experiment.train_feed.peek()
@@ -121,8 +121,8 @@ def open_replay(
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
 
-  A directory `saved` gets a checkpoint of the last step. Without a class the
-  config names it.
+  If `saved` is given, this directory gets a checkpoint of the last step. If
+  `experiment_class` is None, the recorded config names the class.
   """
   run = runs.read(directory)
   config = base_config.recorded_config(directory)
@@ -130,7 +130,7 @@ def open_replay(
     experiment_class = experiment_lib.resolve_experiment_class(
       config, recorded_in=os.fspath(directory)
     )
-  # A fork of the run, or at last one that begins as the run did.
+  # Fork the run at a checkpoint. If none can be read, start as the run did.
   forks = ((f'{run.path}:{step}', ()) for step, _ in run.manifests(before))
   recorded = config.restore_from, config.restore_rules
   with contextlib.ExitStack() as stack:
@@ -148,13 +148,13 @@ def open_replay(
       except store_lib.DamagedError as e:
         if start is recorded:
           raise
-        lines.warn_once(f'Passed over: {e}')
+        lines.warn_once(f'Skipped: {e}')
         full.close()
     at = training.state.global_step = int(training.state.global_step)
     if at >= before:
       raise errors.UsageError(
-        f'{run.path} began at step {at}, so step {before} cannot be replayed;'
-        f' the first one is {at + 1}.'
+        f'{run.path} began at step {at}, so step {before} cannot be replayed.'
+        f' The first step that can be replayed is {at + 1}.'
       )
     yield Replay(run, config, training.experiment, training.state)
     if saved:
@@ -165,7 +165,7 @@ def open_replay(
 def read_fingerprints(
   run: runs.RunRecord,
 ) -> tuple[dict[int, int], dict[int, float]]:
-  """Returns step -> fingerprint and step -> loss of a run."""
+  """Returns the fingerprints and the losses of a run, each by step."""
   raw = store_lib.at(run.path).read(f'train/{fingerprints.FILE}')
   return fingerprints.read(raw)
 
@@ -173,7 +173,7 @@ def read_fingerprints(
 def logged_values(
   run: runs.RunRecord, folder: str = 'train'
 ) -> dict[int, dict[str, Any]]:
-  """Returns step -> its fingerprint and its scalars, but those of clocks."""
+  """Returns each step's fingerprint and its scalars, except timing scalars."""
   curves = run.curves | {_FINGERPRINT: read_fingerprints(run)[0]}
   found: dict[int, dict[str, Any]] = collections.defaultdict(dict)
   for name, curve in curves.items():
@@ -187,15 +187,15 @@ def logged_values(
 def differing(
   one: Mapping[str, Any], other: Mapping[str, Any], rtol: float = 0.0
 ) -> list[str]:
-  """Returns the names of values that both have and that differ."""
+  """Returns the names of values that are in both mappings and differ."""
   is_same = functools.partial(np.isclose, rtol=rtol, atol=0.0, equal_nan=True)
   names = sorted(one.keys() & other.keys())
   return [name for name in names if not is_same(one[name], other[name])]
 
 
 def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
-  """Prints how steps compare to what is logged; returns if they are equal."""
-  before = logged_values(replay.of)
+  """Compares replayed steps with the log; returns whether they are equal."""
+  before = logged_values(replay.record)
   total = num_differing = 0
   for step, found in replay.values(first, until).items():
     was = before[step]
@@ -209,10 +209,10 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
     num_compared = len(was.keys() & found.keys())
     total += num_compared
     num_differing += len(names)
-    if (num_equal := num_compared - len(names)) > 1:  # Not only fingerprints.
+    if (num_equal := num_compared - len(names)) > 1:  # Skip lone fingerprints.
       lines.print_text(f'step {step}: {num_equal} values are equal')
   if not total:
-    lines.print_text(f'Nothing is logged of the steps {first} to {until}.')
+    lines.print_text(f'The run logged nothing in steps {first} to {until}.')
   elif num_differing:
     lines.print_text(f'{num_differing} of {total} logged values differ.')
   else:
@@ -222,12 +222,12 @@ def _compare(replay: Replay, first: int, until: int, rtol: float) -> bool:
 
 
 def find_nonfinite(directory: str, step: int) -> str | None:
-  """Returns the operation and the line of a step's first NaN or infinity."""
+  """Returns the operation and line that made a step's first NaN or infinity."""
   op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None
-  # A mask of minus infinity is meant, and no NaN: those count first. But a
-  # gradient has no line, and its cause may be an infinity before.
+  # Look for NaNs first, since -inf is often a legitimate mask. An operation of
+  # the backward pass has no line, so then look for an earlier infinity.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
       with open_replay(directory, step) as replay:
@@ -237,7 +237,7 @@ def find_nonfinite(directory: str, step: int) -> str | None:
           run(step, lambda _, x: scalars.update(writers.to_scalars(x)))
     except FloatingPointError as e:
       frames = list(traceback.extract_tb(e.__traceback__))
-      # An experiment's own `step` is above the model.
+      # Skip frames above train_step.py, such as the experiment's `step`.
       is_above = lambda f: not f.filename.endswith('/train_step.py')
       frames = [*itertools.dropwhile(is_above, frames)] or frames
       own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
@@ -261,7 +261,7 @@ def command(args: argparse.Namespace) -> int:
     run.check_step(until)
     if store_lib.at(args.save).names():
       raise errors.UsageError(
-        f'--save: {args.save} is not empty; give a new directory.'
+        f'--save: {args.save} is not empty. Name a new directory.'
       )
   if args.nan:
     result = find_nonfinite(args.run_dir, first)
@@ -279,10 +279,10 @@ def command(args: argparse.Namespace) -> int:
   with open_replay(args.run_dir, first, saved=args.save) as replay:
     rtol = 0.0
     now = [jax.device_count(), jax.devices()[0].device_kind]
-    if (was := replay.of.manifest.get('devices', now)) != now:
+    if (was := replay.record.manifest.get('devices', now)) != now:
       rtol = _RTOL
       lines.print_text(
-        f'The run had the devices {was}, and here are {now}: values that differ'
-        f' by less than {rtol:.0%} count as equal.'
+        f'The run used the devices {was}, and this replay uses {now}. Values'
+        f' that differ by less than {rtol:.0%} count as equal.'
       )
     return int(not _compare(replay, first, until, rtol))

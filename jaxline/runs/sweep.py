@@ -1,6 +1,6 @@
-"""Trains a config with several values of its keys, a run for each point.
+"""Trains a config with several values of its keys, one run per point.
 
-A point that has ended is skipped, and one that was interrupted is resumed.
+Points that have ended are skipped; interrupted points are resumed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,19 +23,19 @@ from jaxline.run_directory import notes
 from jaxline.run_directory import store as store_lib
 from jaxline.runs import tables
 
-# Dotted key -> its values, or the text of a range to draw from.
+# Maps a dotted key to its values, or to the text of a range.
 Axes = Mapping[str, Sequence[Any] | str]
 RANGE = re.compile(r'(uniform|log|int):([^:]+):([^:]+)')
 
 
 def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
-  """Returns the points of a grid, or random ones; more draws add to them."""
+  """Returns a grid's points, or random ones; more draws keep the first ones."""
   if draws is None:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:
       raise errors.UsageError(
-        f'The ranges are {ranges}, of {len(axes)} keys; expected a key or more'
-        ' with values. To draw from ranges, give the number of draws.'
+        f'The ranges are {ranges}, among {len(axes)} keys; expected at least'
+        ' one key, with values. To draw from ranges, set the number of draws.'
       )
     grid = itertools.product(*axes.values())
     return [dict(zip(axes, values, strict=True)) for values in grid]
@@ -59,7 +59,7 @@ def _draw(axis: Sequence[Any] | str, rng: np.random.Generator) -> Any:
   except (ValueError, ArithmeticError, AttributeError) as e:
     raise errors.UsageError(
       f'The range is {axis!r}; expected uniform:LOW:HIGH, int:LOW:HIGH for'
-      ' whole numbers, or log:LOW:HIGH with both above 0.'
+      ' integers, or log:LOW:HIGH with both above 0.'
     ) from e
 
 
@@ -72,29 +72,29 @@ def run(
   """Trains points in directories below `config.checkpoint_dir`.
 
   Args:
-    made: what `points` returns.
-    config_of: returns the config of a point.
-    train: trains a config with overrides; it resumes an interrupted run.
-    index: the only point to train; None means all, one after the other.
+    made: The result of `points`.
+    config_of: Returns the config of a point.
+    train: Trains a config with overrides; resumes an interrupted run.
+    index: The only point to train; None means all, one after the other.
 
   Returns:
-    The runs so far, the best first, and the directories of those that failed.
+    The runs so far, the best first, and the directories of failed runs.
   """
   configs, failed = {}, []
-  for point in made:  # All, before the first one trains.
+  for point in made:  # Check all configs before the first run trains.
     config = base_config.expand_paths(config_of(point))
     if not config.checkpoint_dir:
       raise errors.UsageError(
         'config.checkpoint_dir is None; expected a directory for the sweep.'
       )
     values = base_config.flat(base_config.recorded(config))
-    # The seed last, so that runs of a group begin with the same name.
+    # Put the seed last, so that names of a group share a prefix.
     pairs = sorted(
       zip(tables.short([*point]), point, strict=True),
       key=lambda pair: pair[1] == 'random_seed',
     )
     name = ','.join(f'{head}={values[key]}' for head, key in pairs)
-    name = parse.quote(name, safe='=,')  # Two values have two names.
+    name = parse.quote(name, safe='=,')  # Distinct values get distinct names.
     configs[store_lib.at(config.checkpoint_dir).below(name).url] = config
   if index is not None:
     keys.integer(0, len(configs) - 1).require('index', index)
@@ -104,7 +104,7 @@ def run(
     lines.print_text(f'Point {number} of {len(configs)}: {path}')
     try:
       train(config, {'checkpoint_dir': path})
-    except errors.RunError as e:  # Other points may be well.
+    except errors.RunError as e:  # Train the other points nevertheless.
       lines.warn_once(f'{path}: {e}')
       failed.append(path)
   places = [x for x in configs if base_config.RECORD in store_lib.at(x).names()]
@@ -120,7 +120,7 @@ def run(
 
 
 def _has_ended(path: str, config: config_dict.ConfigDict) -> bool:
-  """Returns whether there is a run with this config, and it has ended."""
+  """Returns whether a run with this config exists and has ended."""
   store, now = store_lib.at(path), base_config.recorded(config)
   is_noted = notes.read_end(store.below('checkpoints'))
   now |= {'checkpoint_dir': path}

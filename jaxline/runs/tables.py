@@ -1,4 +1,4 @@
-"""Tables of runs, or of groups of runs that differ only in their seed."""
+"""Prints tables of runs, or of groups that differ only in their seed."""
 
 import collections
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from jaxline import runs as runs_lib
 from jaxline.checkpoint import inspection
 from jaxline.metrics import lines
 
-_MAX_SHOWN = 3  # Metrics of a run in `ls`.
-_MAX_COLUMNS = 3  # `compare` gives more runs a row each.
+_MAX_SHOWN = 3  # `ls` shows this many metrics of a run.
+_MAX_COLUMNS = 3  # Above this number of runs, `compare` prints them as rows.
 _PROGRESS = ('state', 'step', 'time')
 
 Group = Sequence[runs_lib.RunRecord]
@@ -30,12 +30,12 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
     keys = [json.dumps(x.recorded | own, sort_keys=True) for x in runs]
     codes = [run.manifest.get('code', {}).get('files') for run in runs]
     both = [*zip(keys, codes, strict=True)]
-    # A run without a checkpoint counts as one of the same code as the others.
+    # Assume that a run without a checkpoint has the same code as the others.
     known = dict(pair for pair in both if pair[1])
     keys = [(key, code or known.get(key)) for key, code in both]
   seen = collections.Counter[Any]()
   for run, key in zip(runs, keys, strict=True):
-    # A second run of a seed is no sample of its own.
+    # A second run with the same seed is not an independent sample.
     sample = key, run.recorded.get('random_seed')
     found[key, seen[sample]].append(run)
     seen[sample] += 1
@@ -47,7 +47,7 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
   def rank(group: Group) -> tuple[bool, float]:
     of = values(group, sort)
     value = sign * mean(of)[0]
-    # A mean that lacks a run comes last.
+    # Groups in which some run lacks the metric come last.
     return len(of) < len(group) or math.isnan(value), value
 
   return sorted(found.values(), key=rank)
@@ -56,7 +56,7 @@ def groups(runs: Group, by_seed: bool, sort: str | None = None) -> list[Group]:
 def metrics(
   runs: Group, given: str | None = None, flag: str = '--metrics'
 ) -> list[str]:
-  """Splits names; the default is all of evaluation, and training losses."""
+  """Splits names; the default is evaluation metrics and training losses."""
   if given is None:
     names = dict.fromkeys(name for run in runs for name in run.last)
     return [x for x in names if x.startswith('eval') or 'loss' in x]
@@ -66,19 +66,19 @@ def metrics(
 
 
 def values(group: Group, name: str, what: str = '') -> list[float]:
-  """Returns a metric's `best` or `last`; by default best, where it is kept."""
+  """Returns each run's `best` or `last` value; by default best, where kept."""
   of = [getattr(x, what) if what else x.last | x.best for x in group]
   return [found[name] for found in of if name in found]
 
 
 def mean(of: Sequence[float]) -> tuple[float, float]:
-  """Returns the mean and its standard error, 0 for one value."""
+  """Returns the mean and its standard error, which is 0 for one value."""
   error = np.std(of, ddof=1) / math.sqrt(len(of)) if len(of) > 1 else 0.0
   return float(np.mean(of)) if of else math.nan, float(error)
 
 
 def cell(group: Group, name: str, what: str = '') -> str:
-  """Returns the text of a metric, or of its mean over those that have it."""
+  """Formats a metric, as its mean over the runs that have it."""
   of = values(group, name, what)
   value, error = mean(of)
   text = f'{value:.5g}' if of else ''
@@ -88,20 +88,20 @@ def cell(group: Group, name: str, what: str = '') -> str:
 
 
 def names(of: Sequence[Group]) -> list[str]:
-  """Returns the shortest paths that tell the groups apart; * for the seed."""
+  """Returns the shortest distinct paths of groups; * stands for the seed."""
   paths = [os.path.commonprefix([x.path for x in group]) for group in of]  # noqa: RUF071
   prefix = os.path.commonprefix(paths)  # noqa: RUF071  It is cut at a slash.
   folder, slash, _ = prefix.rpartition('/')
   paths = [path.removeprefix(f'{folder}{slash}') for path in paths]
   shown = [x + '*' * (len(g) > 1) for x, g in zip(paths, of, strict=True)]
   firsts = (g[0].path.removeprefix(f'{folder}{slash}') for g in of)
-  # Groups of one name are called by their first run.
+  # Name groups with equal paths after their first run.
   both = zip(shown, firsts, strict=True)
   return [x if shown.count(x) == 1 else f'{first} ...' for x, first in both]
 
 
 def short(keys: Sequence[str]) -> list[str]:
-  """Returns the last names of dotted keys, where they tell them apart."""
+  """Shortens dotted keys to their last part where it is unique."""
   ends = [key.rpartition('.')[2] for key in keys]
   both = zip(keys, ends, strict=True)
   return [end if ends.count(end) == 1 else key for key, end in both]
@@ -116,7 +116,7 @@ def _progress(group: Group) -> tuple[str, str, str]:
 
 
 def print_list(of: Sequence[Group], sort: str | None = None) -> None:
-  """Prints a line for each group."""
+  """Prints one line per group."""
 
   def texts(group: Group, what: str) -> str:
     known = dict.fromkeys(name for run in group for name in getattr(run, what))
@@ -131,7 +131,7 @@ def print_list(of: Sequence[Group], sort: str | None = None) -> None:
 
 
 def print_comparison(of: Sequence[Group], shown: Sequence[str]) -> None:
-  """Prints how groups differ, and metrics; many groups have a row each."""
+  """Prints the config differences and metrics of groups, as columns or rows."""
   has_rows = len(of) > _MAX_COLUMNS
   table: list[tuple[str, ...]] = [('run' if has_rows else '', *names(of))]
   differing = runs_lib.differences([group[0] for group in of])

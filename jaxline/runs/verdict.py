@@ -1,4 +1,4 @@
-"""Whether a change is more than the noise of seeds."""
+"""Compares two sets of seeds with Welch's t test."""
 
 from collections.abc import Sequence
 import math
@@ -13,12 +13,12 @@ from jaxline.metrics import lines
 def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
   """Returns mean(b) - mean(a), half its 95% interval, and the confidence.
 
-  The last is 1 - p of Welch's two-sided t test.
+  The confidence is 1 - p of Welch's two-sided t test.
   """
   difference = float(np.mean(b) - np.mean(a))
-  if not np.ptp(a) and not np.ptp(b):  # The results of each side are equal.
+  if not np.ptp(a) and not np.ptp(b):  # All results of each side are equal.
     return difference, 0.0, float(difference != 0)
-  from scipy import stats  # It takes as long to import as jax.
+  from scipy import stats  # The import takes as long as the import of jax.
 
   test = stats.ttest_ind(b, a, equal_var=False)
   low, high = test.confidence_interval()
@@ -28,7 +28,7 @@ def welch(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
 def print_verdict(
   sides: Sequence[Sequence[runs_lib.RunRecord]], metric: str | None
 ) -> bool:
-  """Prints whether the runs of the second side are better; returns whether."""
+  """Prints and returns whether the runs of the second side are better."""
   first = sides[0][0]
   metric = metric or next(iter(first.last), '')
   samples = []
@@ -38,9 +38,9 @@ def print_verdict(
     num_valid = np.isfinite(sample).sum()
     if len(sides) != 2 or not 2 <= len(seeds) == len(side) == num_valid:
       raise errors.UsageError(
-        f'--seeds: {metric!r} is {sample} with the seeds {seeds}; expected two'
-        ' directories, each with two or more runs that differ in'
-        ' config.random_seed and have ended, with finite values.'
+        f'--seeds: {metric!r} is {sample} for the seeds {seeds}; expected two'
+        ' directories, each with at least two ended runs with different'
+        ' config.random_seed and finite values.'
       )
     samples.append(sample)
   higher = first.prefers_higher(metric)

@@ -12,7 +12,7 @@ _clock = time.perf_counter
 
 
 class Budget(periodic.Action):
-  """Counts `trained_secs` of a live state, without compilations there."""
+  """Counts a live state's `trained_secs`, without the time of compilations."""
 
   def __init__(self, max_seconds: float | None, state: Any):
     self._max, self._state = max_seconds, state
@@ -24,7 +24,7 @@ class Budget(periodic.Action):
     self._now, self._compiled = _clock(), goodput.compiled_secs()
 
   def skip_time(self, seconds: float) -> None:
-    self.update_time(0.0, 0)  # Nothing but the evaluation since the last step.
+    self.update_time(0.0, 0)  # Only the evaluation came after the last step.
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     then, compiled = self._now, self._compiled
@@ -35,14 +35,14 @@ class Budget(periodic.Action):
   def check(self, step: int, agreed: Callable[[bool], bool]) -> None:
     """Raises StopTraining if the time is over.
 
-    `agreed` maps whether it is, by the clock of each process, to whether all
-    stop now.
+    `agreed` takes whether this process is out of time and returns whether all
+    processes stop now.
     """
     if self._max is None:
       return
     secs = float(self._state.trained_secs)
     if agreed(secs >= self._max):
       raise errors.StopTraining(
-        f'It has trained for {secs:.1f} s at step {step}.',
+        f'The run has trained for {secs:.1f} s at step {step}.',
         'raise config.max_seconds, or set it to None',
       )

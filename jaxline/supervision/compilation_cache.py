@@ -1,12 +1,12 @@
-"""JAX's compilation cache, on by default: `config.compilation_cache`.
+"""Sets up JAX's compilation cache, by `config.compilation_cache`.
 
-A restarted run takes its compiled programs from the user's cache directory.
-JAX's key of a program covers everything that goes into it: the computation, the
-version of jaxlib, the flags of XLA and the devices. A hit is therefore the same
-machine code, and its results have the same bits.
+The cache is on by default: a restarted run reads its compiled programs from the
+user's cache directory. JAX's key of a program covers everything that affects
+it: the computation, the version of jaxlib, the flags of XLA and the devices. So
+a hit is the same machine code, and its results have the same bits.
 
-JAX writes an entry in place and never again. If it cannot read an entry, it
-warns and compiles, at every start. So a run deletes what it finds damaged.
+JAX writes an entry in place, and only once. If it cannot read an entry, it
+warns and compiles at every start. So a run deletes damaged entries.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +28,9 @@ from jaxline.base import xla
 from jaxline.base.keys import Key, text
 from jaxline.parallel import distributed
 
-# All entries in a directory together.
+# The limit of the entries in a directory.
 MAX_BYTES = 4 << 30
-# Programs that compile faster are not kept: to read one takes 10 ms.
+# Programs that compile faster are not cached, since a read takes 10 ms.
 _MIN_COMPILE_SECS = 0.1
 _LOCK_SECS = 10.0
 
@@ -38,9 +38,9 @@ KEYS = (
   Key('compilation_cache', 'auto', text(
         "'auto', 'off', or a directory with '/'", r'auto|off|.*/.*',
         is_path=True),
-      'Where compiled programs are kept for the next start. `auto` is at most 4'
-      " GiB in the user's cache directory. A cache that JAX was given comes"
-      ' first; with PGLE there is none.'),
+      'Directory of compiled programs for the next start. `auto` keeps up to 4'
+      " GiB in the user's cache directory. A cache that is set in JAX takes"
+      ' precedence. With PGLE there is no cache.'),
 )  # fmt: skip
 
 
@@ -48,17 +48,17 @@ KEYS = (
 def of_run(config: Any) -> Iterator[None]:
   """Uses the cache that a config asks for; all processes call it together.
 
-  A directory that the user has given to JAX itself stays, and so does a cache
-  that is switched off there.
+  If you have set a cache directory in JAX or disabled the cache there, this
+  does not change.
   """
   path = _path(config)
-  # A process that finds a program does not take part in autotuning it, and the
-  # GPUs of the processes that compile it would wait for that for ever.
+  # A process with a hit skips autotuning, and the GPUs of processes that
+  # compile the program would wait for it forever.
   is_shared = jax.process_count() == 1 or _is_shared(path)
   if path is not None and not is_shared:
     logging.warning(
       'No compilation cache: the processes do not share %s. Set'
-      ' config.compilation_cache to a directory that all of them see.',
+      ' config.compilation_cache to a directory on a shared file system.',
       path,
     )
   if path is None or not is_shared:
@@ -66,13 +66,13 @@ def of_run(config: Any) -> Iterator[None]:
     return
   settings = {
     'jax_compilation_cache_dir': str(path),
-    # To limit the size, JAX writes when it reads.
+    # To apply a limit, JAX writes when it reads: a read-only cache has none.
     'jax_compilation_cache_max_size': (
       MAX_BYTES if os.access(path, os.W_OK) else -1
     ),
     'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
-    # XLA writes these files for GPUs: a full disk would fail the compilation,
-    # and the directory's name would be part of a program's key.
+    # These are XLA's files for GPUs: on a full disk they would fail the
+    # compilation, and the directory's name would be part of a program's key.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
@@ -88,9 +88,9 @@ def of_run(config: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def configured(settings: Mapping[str, Any]) -> Iterator[None]:
-  """Sets JAX's options of the compilation cache while inside."""
+  """Within this context, sets JAX's options of the compilation cache."""
   with contextlib.ExitStack() as stack:
-    # JAX reads its settings only when it compiles for the first time.
+    # JAX reads these settings only at its first compilation.
     stack.callback(compilation_cache.reset_cache)
     for key, value in settings.items():
       stack.callback(jax.config.update, key, getattr(jax.config, key))
@@ -100,13 +100,13 @@ def configured(settings: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _path(config: Any) -> pathlib.Path | None:
-  """Returns the directory to use, which exists; None for no cache."""
+  """Returns the directory of the cache, which exists; None for no cache."""
   value = config.compilation_cache
   if (
     value == 'off'
     or jax.config.values['jax_compilation_cache_dir'] is not None
     or not jax.config.values['jax_enable_compilation_cache']
-    # Programs that were compiled with another profile have the same key.
+    # Programs that were compiled with different profiles share a key.
     or xla.uses_pgle(config.xla)
   ):
     return None
@@ -121,15 +121,15 @@ def _path(config: Any) -> pathlib.Path | None:
     return path
   except (OSError, RuntimeError) as e:  # There may be no home directory.
     logging.warning(
-      'No compilation cache, so that every start compiles: %s. Set'
-      " config.compilation_cache to a directory of yours, or to 'off'.",
+      'No compilation cache, so every start compiles: %s. Set'
+      " config.compilation_cache to a directory that you can write, or 'off'.",
       e,
     )
     return None
 
 
 def _is_shared(path: pathlib.Path | None) -> bool:
-  """Returns whether all processes have one directory and see the same files."""
+  """Returns whether all processes share one directory."""
   name = f'.shared-{os.urandom(8).hex()}'
   with contextlib.ExitStack() as stack:
     if path is not None and jax.process_index() == 0:
@@ -138,16 +138,16 @@ def _is_shared(path: pathlib.Path | None) -> bool:
         stack.callback((path / name).unlink, missing_ok=True)
     name = distributed.broadcast_from_process_0(
       name
-    )  # After the file is there.
+    )  # Process 0 has made the file.
     is_seen = path is not None and (path / name).exists()
     return distributed.gather_and_decide(is_seen, all, series='cache')
 
 
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
-  """Removes entries that JAX cannot read: of those used after a time, in s.
+  """Removes entries that JAX cannot read, if used after `since` (in s).
 
-  And of those without a time, which a killed process has left: because of one
-  of these JAX would fail to remove the oldest entries.
+  It checks entries without a time of use too, which a killed process leaves.
+  One of them would keep JAX from removing the oldest entries.
   """
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.
@@ -159,6 +159,6 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
         try:
           jax_cache.decompress_executable(entry.read_bytes())
           used.touch()
-        except Exception as e:  # Each way to compress has its own.
-          logging.warning('%s is damaged (%r), and is removed.', entry, e)
+        except Exception as e:  # Errors depend on the kind of compression.
+          logging.warning('%s is damaged and is removed: %r', entry, e)
           entry.unlink()

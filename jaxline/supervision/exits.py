@@ -1,14 +1,6 @@
-"""Maps an error to its exit code; the text is the error's own.
+"""Maps errors to exit codes, which docs/reference/reliability.md explains.
 
-0    the run has ended
-1    an error
-2    wrong usage: the command line, the config or the directory
-70   the watchdog, which ends the process itself
-75   SIGTERM, or another signal that ends a run
-130  Ctrl-C
-134  another process of the run was lost
-
-`launch/slurm.sbatch` and `launch/tpu_vm.sh` start a run again after some.
+`launch/slurm.sbatch` and `launch/tpu_vm.sh` restart a run after some of them.
 """
 
 from collections.abc import Iterator
@@ -31,34 +23,36 @@ _JAXS_REMARK = 'JAX has removed its internal frames'
 def exit_code_and_message(
   error: BaseException, *, others: bool
 ) -> tuple[int, str]:
-  """Returns the exit code for an error, and the text to print.
+  """Returns the exit code of an error and the text to print.
 
-  The text is empty if the user needs Python's traceback. `others` tells whether
+  The text is empty if the user needs Python's traceback. `others` is whether
   the run has other processes.
   """
-  # JAX adds a remark on its own frames, which are not printed.
+  # Drop JAX's remark on its frames, since no frames are printed.
   notes = getattr(error, '__notes__', ())
   lines = [str(error), *(x for x in notes if _JAXS_REMARK not in x)]
+  link = errors.link('\n'.join(lines))
   match error:
     case preemption.Preempted(code=int(code)):
       return code, '\n'.join(f'[jaxline] {x}' for x in lines)
     case SystemExit(code=int(code)) if code:
       return code, ''
-    case SystemExit():  # Its code would say that the run is complete.
+    case SystemExit():  # Its exit code would mean that the run is complete.
       return 1, (
         f'{"".join(traceback.format_exception(error))}[jaxline] To end a run,'
-        ' raise `experiment.StopTraining` in place of SystemExit.'
+        ' raise `experiment.StopTraining` instead of SystemExit.'
       )
-    case errors.UsageError():
-      return 2, ' '.join(lines)
-    case errors.RunError():
-      return 1, ' '.join(lines)
+    case errors.UsageError() | errors.RunError():
+      return 1 + isinstance(error, errors.UsageError), ' '.join(lines) + link
     case _ if others and errors.is_lost_process(error):
-      return errors.LOST_CODE, (
-        '[jaxline] This process has lost another process, whose own lines may'
-        ' say why. The same command resumes the run.'
+      text = (
+        '[jaxline] This process has lost another process, whose output may show'
+        ' the cause. The same command resumes the run.'
         f' ({str(error).splitlines()[0]:.300})'
       )
+      return errors.LOST_CODE, text + errors.link(text)
+  if link:  # Python prints the notes of an error.
+    error.add_note(link.strip())
   return 1, ''
 
 
@@ -66,13 +60,14 @@ def exit_code_and_message(
 def exit_on_error() -> Iterator[None]:
   """Prints the error that leaves the block, and sets the exit code.
 
-  A process among others ends at once, unless all end after the same step.
+  In a run of several processes this one exits at once, unless all processes
+  exit after the same step.
   """
   try:
     yield
   except (Exception, SystemExit) as error:
     cause: BaseException | None = error
-    # A signal in the import of a C extension arrives as an ImportError.
+    # A signal during the import of a C extension becomes an ImportError.
     while isinstance(cause, ImportError):
       cause = cause.__cause__ or cause.__context__
     own = cause if isinstance(cause, preemption.Preempted) else error
@@ -88,25 +83,25 @@ def exit_on_error() -> Iterator[None]:
 
 
 def abort_process(error: BaseException) -> NoReturn:
-  """Ends this process at once, while the others are still in the run.
+  """Ends this process at once, while other processes are still in the run.
 
-  At a normal exit JAX would wait for the other processes, which wait for this
-  one. They notice that it is gone by a lost connection or a heartbeat.
+  In a normal exit JAX would wait for the other processes, which wait for this
+  one. They notice its end by a lost connection or a missing heartbeat.
   """
   code, text = exit_code_and_message(error, others=True)
   if not (text or isinstance(error, SystemExit)):
     text = ''.join(traceback.format_exception(error))
   lines_lib.print_text(text, sys.stderr)
-  with contextlib.suppress(OSError, ValueError):  # It may be closed.
+  with contextlib.suppress(OSError, ValueError):  # The streams may be closed.
     logging.flush()
     sys.stdout.flush()
   os._exit(code)
 
 
 def abort_if_lost(kind: Any, error: BaseException | None, tb: Any) -> None:
-  """Ends this process if it has lost another one.
+  """Ends this process if it has lost another process of the run.
 
-  Push it onto a `contextlib.ExitStack`, whose other callbacks would hang.
+  Push it onto a `contextlib.ExitStack` whose other callbacks would hang.
   """
   if error and errors.is_lost_process(error) and distributed.has_others():
     abort_process(error)

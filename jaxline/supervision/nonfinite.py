@@ -1,4 +1,4 @@
-"""Ends a run whose loss or gradients are not finite, or warns of it."""
+"""Ends a run, or warns, if its loss or gradients are not finite."""
 
 import cmath
 import collections
@@ -19,10 +19,10 @@ from jaxline.metrics import periodic
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values as values_lib
 
-# The names of scalars that must be finite.
+# Scalars with matching names must be finite.
 _JUDGED = re.compile('loss|grad', re.IGNORECASE)
 NONFINITE, PARTS = scalars_lib.NONFINITE, scalars_lib.PARTS
-# The index is the value of NONFINITE, or with 'skip' the one of PARTS.
+# The keys are values of NONFINITE, or with 'skip' values of PARTS.
 _PARTS = {
   2: 'The loss of step {} is',
   3: 'The gradients of step {} are',
@@ -35,15 +35,15 @@ class NonfiniteError(errors.RunError, ArithmeticError):
 
 
 class Guard(periodic.Action):
-  """A periodic action that raises `NonfiniteError`, or warns.
+  """A periodic action that raises `NonfiniteError` or warns.
 
-  Of an experiment with FLAGS_NONFINITE, the scalar NONFINITE counts. Otherwise
-  each host judges, on its devices, the scalars whose name contains 'loss' or
-  'grad', unless a later step has their buffer.
+  If the experiment sets FLAGS_NONFINITE, it checks the scalar NONFINITE.
+  Otherwise each host checks, on its devices, the scalars whose name contains
+  'loss' or 'grad', unless their buffer was donated to a later step.
 
-  A step is judged `steps_late` steps later, when the loop has to wait for its
-  end anyway. Call `wait` before saving. The scalar `zero_weight_steps` is added
-  once a step's NONFINITE was -1: the number of such steps since this start.
+  A step is checked `steps_late` steps later, when the loop waits for its end
+  anyway. Call `wait` before you save. Once a step's NONFINITE was -1, the
+  scalar `zero_weight_steps` counts such steps since this start.
   """
 
   def __init__(
@@ -67,7 +67,7 @@ class Guard(periodic.Action):
   def __call__(
     self, t: float, step: int, scalar_outputs: Mapping[str, Any] | None
   ) -> None:
-    """Takes the scalars of a step, and judges an earlier step."""
+    """Takes the scalars of a step and checks an earlier step."""
     if self._mode == 'ignore':
       return
     scalars: Any = {} if scalar_outputs is None else scalar_outputs
@@ -77,12 +77,12 @@ class Guard(periodic.Action):
       raise errors.UsageError(
         f'{name}.step returned {list(scalars)}, without'
         f' {NONFINITE!r}. A step of ShardedExperiment must return all scalars'
-        ' of the compiled step. Another one does not support on_nonfinite ='
-        " 'skip': wrap its optimizer in optax.apply_if_finite."
+        ' of the compiled step. Per-device experiments do not support'
+        " on_nonfinite = 'skip': use optax.apply_if_finite."
       )
-    # A later hook may change the mapping.
+    # Copy the values, since a later hook may change the mapping.
     kept = _judged(scalars) if flag is None else scalars
-    # The numbers arrive while the next step is dispatched.
+    # Fetch the numbers while the next step is dispatched.
     values_lib.start_fetch(kept if flag is None else flag[0])
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
@@ -91,13 +91,13 @@ class Guard(periodic.Action):
       scalars_lib.others_of(scalars)['zero_weight_steps'] = self._num_empty
 
   def without_flag(self, scalars: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the scalars to log, of those that a step returned."""
+    """Returns the scalars of a step without the flags, for the log."""
     if not self._has_flag:
       return scalars
     return {k: x for k, x in scalars.items() if k not in (NONFINITE, PARTS)}
 
   def wait(self) -> None:
-    """Waits for all steps so far and judges them, as a call does."""
+    """Waits for all steps so far and checks them, as a call does."""
     while self._steps:
       self._judge_oldest()
 
@@ -108,7 +108,7 @@ class Guard(periodic.Action):
     in_a_row, names = 1, scalars
     if flag is not None:
       array, index = flag
-      # Packed: the bits of an int32.
+      # If packed, these are the bits of an int32.
       in_a_row = int(np.asarray(array)[index].astype(np.int32))
       self._num_empty += in_a_row < 0
       if in_a_row < 0 and self._num_empty == 1:
@@ -117,7 +117,7 @@ class Guard(periodic.Action):
         logging.warning(text, step)
       if in_a_row < self._max_in_a_row:
         return
-      # The message may name any scalar, the judged ones first.
+      # The message names the checked scalars first, and then any others.
       scalars = _leaves(scalars)
       names = _judged(scalars) | scalars
     bad = {
@@ -133,48 +133,48 @@ class Guard(periodic.Action):
     if self._mode == 'skip':
       what += f', after {in_a_row} such steps in a row that were skipped'
     shown = ', '.join(f'{name} = {text}' for name, text in bad.items())
-    what += f': {shown}.' if shown else '; no scalar that is logged shows it.'
+    what += f': {shown}.' if shown else ', but all logged scalars are.'
     if self._mode == 'warn':
       self._warned.update(bad or [NONFINITE])
-      text = '%s Training continues, and does not warn of these again;'
-      text += " config.on_nonfinite = 'raise' would end it."
+      text = '%s Training continues without further warnings of these. Set'
+      text += " config.on_nonfinite = 'raise' to end the run instead."
       logging.warning(text, what)
       return
-    self._steps.clear()  # Steps after a nonfinite one say nothing new.
+    self._steps.clear()  # The steps after a nonfinite one need no check.
     how = 'set JAX_DEBUG_NANS=True, with --jaxline_disable_pmap_jit.'
     if self._has_flag:
       config = self._experiment.run_config
       run = (config and config.checkpoint_dir) or 'RUN'
       how = f'python -m jaxline.runs replay {shlex.quote(run)} {step} --nan'
     raise NonfiniteError(
-      f'{what}{self._about_weights()} The newest checkpoint, if any, is of an'
+      f'{what}{self._about_weights()} The newest checkpoint, if any, is from an'
       ' earlier step. Resume from it with a smaller learning rate or clipped'
       ' gradients (a changed config needs config.on_config_change ='
       " 'continue'), or with config.on_nonfinite = 'ignore' ('skip' in the"
-      f' sharded style). To name the operation that was not finite: {how}'
+      f' sharded style). To find the first operation that is not finite: {how}'
     )
 
   def _about_weights(self) -> str:
-    """Says whether this host's part of the weights is finite."""
+    """Describes whether this host's part of the weights is finite."""
     is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
     try:
       weights = jax.tree.leaves(self._experiment.state.params)
       parts = [part.data for x in weights for part in x.addressable_shards]
       what = 'finite' if all(map(is_finite, parts)) else 'not finite'
-      step = int(self._experiment.state.step)  # A later one may have run.
-    except (AttributeError, RuntimeError, TypeError):  # No or other weights.
+      step = int(self._experiment.state.step)  # Later steps may have run.
+    except (AttributeError, RuntimeError, TypeError):  # It has no such weights.
       return ''
     return f' The weights after step {step} are {what}.'
 
 
 def _leaves(scalars: Any) -> dict[str, Any]:
-  """Returns path -> value of a mapping whose values may be nested."""
+  """Flattens a mapping whose values may be nested; returns values by path."""
   leaves = jax.tree.leaves_with_path(dict(scalars))
   return {trees.name_of(path): x for path, x in leaves}
 
 
 def _judged(scalars: Any) -> dict[str, Any]:
-  """Returns path -> value of those that must be finite."""
+  """Returns the values that must be finite, by path."""
   kinds = tuple(map(type, scalars.values()))
   if (names := _judged_names(tuple(scalars), kinds)) is None:
     scalars = _leaves(scalars)
@@ -182,28 +182,28 @@ def _judged(scalars: Any) -> dict[str, Any]:
   return {name: scalars[name] for name in names}
 
 
-@functools.lru_cache  # Each step asks the same.
+@functools.lru_cache  # Each step has the same names.
 def _judged_names(
   names: tuple[Any, ...], kinds: tuple[type, ...]
 ) -> list[Any] | None:
-  """Returns the names of values that must be finite; None if one is nested."""
+  """Returns names of values that must be finite; None if a value is nested."""
   if any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
     return None
   return [name for name in names if _JUDGED.search(str(name))]
 
 
 def _nonfinite(x: Any) -> str:
-  """Returns text such as 'nan in 2 of 8 entries', '' if all are finite."""
+  """Returns a text like 'nan in 2 of 8 entries', or '' if all are finite."""
   try:
     parts = _local(x)
     for part in parts:
-      # NumPy takes four times as long for one number.
+      # For one number, NumPy would take four times as long.
       one = part.size == 1
       if not (cmath.isfinite(part.item()) if one else np.isfinite(part).all()):
         break
     else:
       return ''
-  except (TypeError, ValueError):  # It is no number, or has no parts here.
+  except (TypeError, ValueError):  # It is not a number, or not on this host.
     return ''
   values = np.concatenate([part.ravel() for part in parts])
   bad = values[~np.isfinite(values)]
@@ -212,14 +212,14 @@ def _nonfinite(x: Any) -> str:
 
 
 def _local(x: Any) -> list[np.ndarray]:
-  """Returns the values on this host: one array, or one for each device."""
+  """Returns the values on this host: one array, or one per device."""
   if not isinstance(x, jax.Array):
     return [np.asarray(x)]
-  if x.is_deleted():  # Donated to a later step.
+  if x.is_deleted():  # It was donated to a later step.
     return []
   sharding = x.sharding
   if sharding.num_devices == 1 or sharding.is_fully_replicated:
     return [np.asarray(x)]
-  # A shard also computes its index, which takes longer than its values.
+  # `addressable_shards` would compute indices, which takes even longer.
   num_parts = len(sharding.addressable_devices)
   return [np.asarray(x.addressable_data(i)) for i in range(num_parts)]

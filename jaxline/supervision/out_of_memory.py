@@ -16,15 +16,15 @@ _NUM_LISTED = 12
 
 @contextlib.contextmanager
 def explain_oom(experiment: Any, config: Any) -> Iterator[None]:
-  """Adds the largest arrays, named by the attributes that hold them."""
+  """Adds the largest arrays, by attribute, to an out-of-memory error."""
   try:
     yield
   except jax.errors.JaxRuntimeError as error:
     text = ''.join([str(error), *getattr(error, '__notes__', [])])
-    # Not a full disk, nor what an evaluation in the training has explained.
+    # Ignore a full disk, and an error that has a note from an evaluation.
     others = 'No space left', '[jaxline]'
     if 'RESOURCE_EXHAUSTED' in text and not any(x in text for x in others):
-      with contextlib.suppress(Exception):  # The run's own error counts.
+      with contextlib.suppress(Exception):  # Do not hide the run's own error.
         error.add_note(_note(experiment, config))
     raise
 
@@ -32,7 +32,7 @@ def explain_oom(experiment: Any, config: Any) -> Iterator[None]:
 def _note(experiment: Any, config: Any) -> str:
   arrays = {id(x): (x, '(unnamed)') for x in jax.live_arrays()}
   attributes = vars(experiment) if experiment else {}
-  # Also the deleted ones: the failed step had taken them as its arguments.
+  # Include deleted arrays, which the failed step took as its arguments.
   for path, x in jax.tree.leaves_with_path(attributes):
     if isinstance(x, jax.Array):
       arrays[id(x)] = x, trees.name_of(path)
@@ -45,9 +45,9 @@ def _note(experiment: Any, config: Any) -> str:
   return (
     f'[jaxline] {len(arrays)} arrays take {lines_lib.size(sizes.total())}'
     ' on one device; a program needs more while it runs. The largest:'
-    f'{"".join(rows)}\nRemedies: a smaller batch, or the batch in parts'
+    f'{"".join(rows)}\nRemedies: use a smaller batch, or split it'
     ' (config.gradient_accumulation_steps, now'
-    f' {config.gradient_accumulation_steps!r}); more rematerialisation (`remat`'
-    ' of the model); weights and optimizer split over the devices'
+    f' {config.gradient_accumulation_steps!r}); rematerialize more (`remat`'
+    ' of the model); shard weights and optimizer over the devices'
     f" (config.sharding = 'fsdp', now {config.sharding!r})."
   )

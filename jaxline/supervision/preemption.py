@@ -1,9 +1,9 @@
-"""Ends a run in order on a signal, Ctrl-C or a preemption notice.
+"""Saves and ends a run on a signal, Ctrl-C or a preemption notice.
 
-During start-up, a notice to the only process raises `Preempted` at once, and
-one to several acts after the first step. Inside `Watch.training` a notice is
-only noted: every host asks `reached` after each step, saves its state if it
-says so, and calls `leave`, which raises `Preempted`.
+During start-up, a notice raises `Preempted` at once in a single process, and
+with several takes effect after the first step. Inside `Watch.training` it is
+deferred: every host calls `reached` after each step and, if that returns True,
+saves its state and calls `leave`, which raises `Preempted`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from absl import logging
 
 from jaxline.base import watchdog
 
-# EX_TEMPFAIL of sysexits.h: all is saved, and the run can be started again.
+# EX_TEMPFAIL of sysexits.h: the run was saved and can be restarted.
 EXIT_CODE = 75
-# The code of a shell for a program that Ctrl-C ended.
+# A shell gives this code to a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# The signals that can end a run, by name: no fault and no job control raises
-# them, nor do the system or Python need them. macOS lacks one.
+# These signals can end a run: faults and job control do not raise them, and
+# neither the system nor Python needs them. macOS lacks one.
 _NAMES = (
   *('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGQUIT', 'SIGALRM'),
   *('SIGVTALRM', 'SIGPROF', 'SIGXCPU', 'SIGIO', 'SIGPWR'),
@@ -39,22 +39,22 @@ _USUAL = (signal.SIGINT, signal.SIGTERM)
 # A closed terminal and Slurm's --signal send these. Windows has neither.
 _OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
 
-# Packages whose handlers a run may replace. In an event loop or a notebook, a
-# run is interrupted like a program.
+# A run may replace handlers of these packages, so you can interrupt it in an
+# event loop or a notebook like a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names the number to leave at, which is 1 before training. A run
-# that resumes at step 500 would never ask with 1: `reached` counts its calls.
+# JAX's notice names a step: 1 before training. A run that resumes at step 500
+# would never poll with 1, so `reached` counts polls instead of steps.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
 
 
 class Preempted(SystemExit):
-  """Ends the process with an exit code; this is no error of the run."""
+  """Ends the process with an exit code, without an error of the run."""
 
   is_joint = False  # Whether all processes of the run leave after one step.
-  is_over = False  # Whether nothing of the run is left to do.
+  is_over = False  # Whether the run is complete.
 
   def __init__(self, code: int, reason: str):
     super().__init__(reason)
@@ -62,21 +62,21 @@ class Preempted(SystemExit):
 
 
 class Watch:
-  """Handles SIGINT and the signals that end a run which is inside of it.
+  """A context that handles SIGINT and other signals that end a run.
 
-  The first signal decides the exit code. The first SIGINT restores the default
-  handler, so that the second one ends the process at once, also in C code.
+  The first signal determines the exit code. The first SIGINT restores the
+  default handler, so the second ends the process at once, even in C code.
 
-  Once `jax.distributed` is initialised, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave; the other signals send it. Outside
-  of the main thread a watch only has JAX's notice.
+  Once `jax.distributed` is initialized, JAX handles SIGTERM, and all hosts
+  agree on the step after which they leave. Other signals then send SIGTERM.
+  Outside the main thread, a watch gets only JAX's notice.
   """
 
   def __init__(self) -> None:
-    # Kept, since Python drops what a handler raises inside `__del__` or a
-    # callback of the garbage collector, such as JAX's.
+    # Store it, since Python drops an exception that a handler raises inside
+    # `__del__` or a callback of the garbage collector, such as JAX's.
     self._notice: int | None = None
-    # Whether JAX handles SIGTERM, and agrees with all hosts on the last step.
+    # Whether JAX handles SIGTERM and agrees with all hosts on the last step.
     self._is_shared = False
     # Whether a notice waits for `reached` instead of raising Preempted now.
     self._defers = False
@@ -95,7 +95,7 @@ class Watch:
     global _active
     for signum, handler in self._old_handlers.items():
       is_jaxs = self._is_shared and signum == signal.SIGTERM
-      # Unless the program has replaced it since.
+      # Keep a handler that the program has set since.
       current = signal.getsignal(signum)
       if current in (self._on_signal, signal.SIG_DFL) and not is_jaxs:
         signal.signal(signum, handler)
@@ -104,19 +104,19 @@ class Watch:
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
-    """Notes a notice for `reached`, instead of raising, while inside.
+    """Within this context, a notice is deferred until `reached`.
 
-    One after the last `reached` is raised at the end on a single host; several
-    hosts would have to agree, and ignore it.
+    On a single host, a notice after the last `reached` is raised at the end.
+    Several hosts would have to agree on it, and so ignore it.
     """
     for signum in self._signals:
       if self is _active and _is_programs(signum):
-        text = '%s has a handler of the program itself, %r: it does not save'
-        text += ' the run.'
+        text = '%s has a handler of the program itself, %r, and so does not'
+        text += ' save the run.'
         logging.warning(text, signum.name, signal.getsignal(signum))
     self._act()
-    # Hosts that cannot agree on a step do not wait for one: the host with the
-    # signal leaves at once, and the others fail without it.
+    # If hosts cannot agree on a step, the host with the signal leaves at once,
+    # and the other hosts fail without it.
     jax = sys.modules.get('jax')
     self._defers |= jax is None or jax.process_count() == 1
     try:
@@ -126,7 +126,7 @@ class Watch:
     self._act()
 
   def reached(self, step: int) -> bool:
-    """Returns whether to save and leave now: the same on all hosts."""
+    """Returns whether to save and leave now, the same on all hosts."""
     self._step = step
     if not self._is_shared:
       return self._notice is not None
@@ -153,8 +153,8 @@ class Watch:
       self.leave()
 
   def _share(self, takes_steps: bool) -> None:
-    """Takes the signals; leaves SIGTERM to JAX if that lets the hosts agree."""
-    jax = sys.modules.get('jax')  # To import it would take a second.
+    """Handles the signals; leaves SIGTERM to JAX if this lets hosts agree."""
+    jax = sys.modules.get('jax')  # An import would take a second.
     self._is_shared = self._defers = (
       takes_steps
       and jax is not None
@@ -163,9 +163,9 @@ class Watch:
     )
     for signum in self._signals if self is _active else ():
       is_term, handler = signum == signal.SIGTERM, signal.getsignal(signum)
-      # SIGTERM again if JAX has replaced it, which Python does not know.
+      # Reinstall SIGTERM: JAX may have replaced it in C++, unseen by Python.
       is_taken = signum in self._old_handlers and not is_term
-      # None is a handler that was not made in Python and cannot be restored.
+      # None means a handler from outside Python, which cannot be restored.
       is_kept = handler in (signal.SIG_IGN, None) or _is_programs(signum)
       if is_taken or is_kept:
         continue
@@ -177,15 +177,15 @@ class Watch:
   def _on_signal(self, signum: int, frame: types.FrameType | None) -> None:
     if signum == signal.SIGINT:
       if watchdog.is_debugged(frame):
-        raise KeyboardInterrupt  # Ends a command of pdb, and not pdb.
+        raise KeyboardInterrupt  # This ends a command of pdb, but not pdb.
       if any(map(watchdog.is_debugged, sys._current_frames().values())):
-        return  # Another thread's pdb cannot be interrupted.
+        return  # A pdb in another thread cannot be interrupted.
       signal.signal(signum, signal.SIG_DFL)
       text = (
         f'\n[jaxline] Ctrl-C: {"saving, then " if self._defers else ""}leaving;'
         ' press Ctrl-C again to leave at once.\n'
       )
-      # Not by sys.stderr, which the handler may have interrupted.
+      # Avoid sys.stderr, a write to which the handler may have interrupted.
       with contextlib.suppress(OSError):
         os.write(2, text.encode())
     if self._notice is None:
@@ -194,16 +194,16 @@ class Watch:
 
 
 def active_watch() -> Watch:
-  """Returns the active watch; a new one, without signals, if there is none."""
+  """Returns the active watch, or a new one without signals."""
   return _active or Watch()
 
 
 def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
-  """Ends the start-up of the active watch, and returns it.
+  """Ends the start-up of the active watch and returns it.
 
-  Call it after `jax.distributed` is initialised. `signals` names further ones
-  that end the run. An evaluation alone takes no steps, and so never asks
-  `reached`: the watch takes SIGTERM from JAX, which would swallow it.
+  Call it after `jax.distributed` is initialized. `signals` names further
+  signals that end the run. A run that only evaluates takes no steps and never
+  calls `reached`, so the watch takes SIGTERM from JAX, which would swallow it.
   """
   watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]
@@ -213,10 +213,10 @@ def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
 
 
 def _is_programs(signum: int) -> bool:
-  """Returns whether the program that runs us handles a signal."""
+  """Returns whether the program around the run handles a signal."""
   handler = signal.getsignal(signum)
   if handler == signal.SIG_DFL and signum not in _USUAL:
-    # Python does not know handlers in C, such as faulthandler's.
+    # Python does not see handlers in C, such as faulthandler's.
     action = ctypes.create_string_buffer(1024)  # The address comes first.
     ctypes.CDLL(None).sigaction(signum, None, action)
     return any(action[: ctypes.sizeof(ctypes.c_void_p)])
@@ -226,13 +226,13 @@ def _is_programs(signum: int) -> bool:
 
 
 def _in_child() -> None:
-  """Gives a forked worker the default handlers, in place of the run's."""
+  """Replaces the run's handlers in a forked worker with the defaults."""
   default = signal.SIG_DFL
   for signum in _active._old_handlers if _active else ():
     if not _is_programs(signum):
       signal.signal(signum, default)
       if signum != signal.SIGTERM:
-        # The parent needs its workers while it saves: ignore the first one.
+        # Ignore the first signal: the parent needs its workers while it saves.
         signal.signal(signum, lambda n, unused: signal.signal(n, default))
 
 

@@ -210,7 +210,7 @@ def test_the_end_of_the_process_ends_all_executors_together():
   done = processes.run('-c', textwrap.dedent(_PROGRAM))
   *lines, last = done.stdout.splitlines()
   assert lines == ['early', 'first', 'second']
-  assert 'The thread a does not run any more' in last
+  assert 'The background thread a has stopped' in last
   assert done.returncode == 0
 
 

@@ -160,7 +160,7 @@ def test_two_arrays_of_one_name_are_refused(open_run):
   twice = lib.PerDevice(
     {}, {'a': {'b/c': np.ones(1)}, 'a/b': {'c': np.zeros(1)}}
   )
-  with pytest.raises(ValueError, match="the name 'a/b/c'"):
+  with pytest.raises(ValueError, match="named 'a/b/c'"):
     lib.save(open_run(), twice)
 
 
@@ -199,7 +199,7 @@ def test_pickles_need_permission(open_run):
   allowed = {'checkpoint_allow_pickle': True}
   lib.save(open_run(**allowed), lib.PerDevice({}, {'thing': Opaque(3), 'n': 1}))
   live = lib.PerDevice({}, {'thing': None, 'n': 2})
-  with pytest.raises(ValueError, match=r"'thing' pickled.*_pickle = True"):
+  with pytest.raises(ValueError, match=r"'thing' as a pickle.*_pickle = True"):
     lib.restore(open_run('eval'), live)
   assert live.held() == {'thing': None, 'n': 2}
   lib.restore(open_run('eval', **allowed), live)
@@ -280,7 +280,7 @@ def test_the_one_before_is_used_and_nothing_is_removed(open_run, two, caplog):
     checkpointer = open_run(mode, max_checkpoints_to_keep=1)
     state = lib.restore(checkpointer, live)
     assert (state.global_step, live.held()['n']) == (3, 1)
-    assert 'passed over' in caplog.text
+    assert 'Trying an earlier one' in caplog.text
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left
   checkpointer.begin(3)  # It goes when training begins there.
@@ -296,7 +296,7 @@ def test_a_step_that_is_asked_for_is_not_replaced_by_another(
     lib.restore(checkpointer, lib.weights(), 4)
   assert lib.restore(checkpointer, lib.weights(), 3).global_step == 3
   lib.flip(lib.manifest_of(tmp_path / 'run'))
-  with pytest.raises(store_lib.DamagedError, match=r'/5\.json is not'):
+  with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
     lib.restore(checkpointer, lib.weights(), 5)
   assert checkpointer.steps('latest') == [3, 5]
 
@@ -379,7 +379,7 @@ def test_sharded_state_that_does_not_fit(
   (lambda: jax.random.key(1), lambda: jax.random.PRNGKey(1), 'fry'),
   (lambda: jax.random.key(1, impl='rbg'), lambda: jax.random.key(1), 'rbg'),
   (lambda: lib.rows(jax.random.PRNGKey(1)), lambda: jax.random.PRNGKey(1),
-   r'\[2, 2\], expected'),
+   r'\[2, 2\]; expected'),
   (lambda: None, lambda: jax.random.key(1), 'NoneType'),
 ])  # fmt: skip
 def test_a_step_key_of_another_kind(saved, live, says, open_run, tmp_path):

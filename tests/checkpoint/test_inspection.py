@@ -176,13 +176,13 @@ def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
   lines = out.splitlines()
   verdicts = [line.split()[1] for line in lines[:3]]
   assert verdicts == ['ok', 'DAMAGED:', 'ok']
-  assert f'{path.parent.name}/{path.name} is not as it was' in lines[1]
+  assert f'{path.parent.name}/{path.name} does not match' in lines[1]
   assert f'{other.parent.name}/{other.name} is missing' in lines[1]
   assert lib.tree_of(run) == before
   assert call('verify', f'{run}:2')[0] == 0
   lib.manifest_of(run, 4).write_text('{')
   status, out, _ = call('verify', f'{run}:4')
-  assert (status, '4.json is not as it was' in out) == (1, True)
+  assert (status, '4.json does not match' in out) == (1, True)
 
 
 # export
@@ -217,14 +217,14 @@ def test_export_verifies_what_it_reads(call, run, tmp_path):
 @pytest.mark.parametrize(
   ('argv', 'message'),
   [
-    (['ls', '{tmp}'], 'is no directory of a run'),
+    (['ls', '{tmp}'], 'is not the directory of a run'),
     (['ls', 'ftp://b/r'], 'gs://BUCKET/PATH'),
-    (['ls', '{tmp}/none'], 'is no directory'),
-    (['show', '{run}:3'], "has no step 3. The steps are {'latest': [2, 4]"),
+    (['ls', '{tmp}/none'], 'is not the directory'),
+    (['show', '{run}:3'], "has no step 3. It has the steps {'latest': [2, 4]"),
     (['show', '{run}/checkpoints/best:4'], 'has no step 4'),
     (['verify', '{run}:3'], 'has no step 3'),
     (['export', '{run}', '{tmp}/none/w.safetensors'], 'No such file'),
-    (['export', '{run}', '{run}/train/w.safetensors'], 'is there already'),
+    (['export', '{run}', '{run}/train/w.safetensors'], 'already exists'),
   ],
 )
 def test_errors_are_one_line(call, saved, tmp_path, argv, message):
@@ -245,7 +245,7 @@ def test_a_damaged_manifest_is_an_error(call, run):
   ):
     got, out, err = call(argv[0], run, *argv[1:])
     assert got == status
-    assert 'latest/4.json is not as it was written' in out + err
+    assert 'latest/4.json does not match' in out + err
     assert err.count('\n') == bool(status)
 
 
@@ -265,7 +265,7 @@ def test_what_vanishes(call, run, monkeypatch):
   assert call('verify', run)[:2] == (0, want)
   status, _, err = call('show', f'{run}:4')
   assert status == 2
-  assert 'has no step 4. The steps are' in err
+  assert 'has no step 4. It has the steps' in err
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)

@@ -429,8 +429,8 @@ def _refused():
     'masked': (np.ma.masked_array([1], [1]), 'MaskedArray'),
     'sub_dict': (MyDict(a=1), 'MyDict'),
     'static': (Static(1), 'registered as static'),
-    'stale': (stale, "attributes beside its fields: ['later']"),
-    'extra': (extra, "attributes beside its fields: ['note']"),
+    'stale': (stale, "attributes that are not fields: ['later']"),
+    'extra': (extra, "attributes that are not fields: ['note']"),
     'dict_data': (DictData(a=1), 'DictData'),
     # Functions within, where no live value is at hand.
     'optimizer': (optax.sgd(0.1), "/optimizer/init', a builtins.function"),
@@ -457,15 +457,15 @@ _POINT = f'{HERE}:Point'
 
 def test_nothing_is_imported(monkeypatch):
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"'this:s'.* import 'this' in the exp"):
+  with pytest.raises(ValueError, match=r"'this:s'.* Import 'this' in the exp"):
     structure.decode({'dataclass': ['this:s', {}]}, {})
   assert 'this' not in sys.modules
-  with pytest.raises(ValueError, match=r"such a class: .*define 'Gone'"):
+  with pytest.raises(ValueError, match=r"such a class. .*define 'Gone'"):
     structure.decode({'namedtuple': [f'{HERE}:Gone', {}]}, {})
   lazy = types.ModuleType('lazy')
   lazy.__getattr__ = lambda name: pytest.fail(name)  # type: ignore
   monkeypatch.setitem(sys.modules, 'lazy', lazy)
-  with pytest.raises(ValueError, match=r"such a class: .*define 'thing'"):
+  with pytest.raises(ValueError, match=r"such a class. .*define 'thing'"):
     structure.decode({'dataclass': ['lazy:thing', {}]}, {})
 
 

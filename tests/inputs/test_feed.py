@@ -97,7 +97,7 @@ def test_a_position_that_cannot_be_set_changes_nothing(caplog):
   with pytest.raises(errors.UsageError, match='no position'):
     source.peek()
   source.restore(3, None)
-  assert 'begins its data anew' in caplog.text
+  assert 'is not saved' in caplog.text
   assert (take(source), source.num_read) == (1, 4)
   source.close()
 
@@ -142,7 +142,7 @@ def test_an_evaluation_that_cannot_be_fed_is_refused():
     ({}, 'eval_input'),
     ([], 'gave no batch'),
     ({'some': [{'x': np.ones(4)}], 'none': []}, "no batch for 'none'"),
-    ([{'x': np.ones(4)}, {'x': np.ones(8)}], '8 rows follows one of 4'),
+    ([{'x': np.ones(4)}, {'x': np.ones(8)}], '8 rows follows .* 4 rows'),
   ):
     with pytest.raises(ValueError, match=said):
       evaluate(make(lambda given=given: given, feed.EvalFeed))

@@ -185,7 +185,7 @@ def test_an_error_in_a_worker_comes_up_and_loses_nothing():
       next(source)
     notes = caught.value.__notes__
     assert 'While Records read file f1, row 2.' in notes
-    assert 'from record 4 of epoch 0 on (file f0, row 4)' in notes[-1]
+    assert 'record 4 of epoch 0 (file f0, row 4)' in notes[-1]
     assert not multiprocessing.active_children()
   source.fail = ''
   assert take(source, 1) == [[4, 5, 6, 7]]

@@ -130,8 +130,8 @@ def case(make_input, verdicts, *words, **options):
     case(
       make(Numbers, read=weightless, n=3, batch_size=1, **EPOCH),
       'rows epoch resume position',
-      ' 2 rows of 4, ',
-      ' 3 records, of which 0 ',
+      ' 2 of 4 rows are real, ',
+      ' 3 of 3 records ',
     ),
     # Hosts: a record, or else a row, that is read twice.
     case(
@@ -146,7 +146,7 @@ def case(make_input, verdicts, *words, **options):
       'rows! epoch! resume position',
       ' 10 rows of 2 hosts, 5 ',
       'host 0: line 0 in epoch 0',
-      ' 10 records, of which 5 ',
+      ' 5 of 10 records ',
     ),
     case(make(Counting, own=False), 'rows! resume', ' 10 ', 'host 0, 1'),
     case(make(Counting, get_next=constant), 'rows? resume?', ' 1 '),
@@ -154,7 +154,7 @@ def case(make_input, verdicts, *words, **options):
       padded,
       'rows? epoch resume',
       ' 3 rows of 2 hosts, 1 ',
-      ' 3 rows of 6, and weights of 3',
+      ' 3 of 6 rows are real, total weight 3',
       is_training=False,
     ),
     case(sources.Counted, 'hosts? rows resume', '`shard`'),
@@ -393,5 +393,5 @@ def test_totals_of_text(tmp_path, capsys):
     assert ' 4 documents, 993 tokens of 989 bytes, ' in train
     assert 'large.txt (98.2%)' in train
     assert 'binary: left out' in train
-    assert 'gone: a link to nothing' in train
+    assert 'gone: a broken link' in train
     assert len([*cache.iterdir()]) == 1

@@ -538,7 +538,7 @@ def test_the_next_commands(
   console.__exit__(type(error), error, None)
   out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
   name = 'Decode' if 'decode' in how else 'Evaluate'
-  labels = ('Go on:   ', f'{name}:'.ljust(9))
+  labels = ('Continue:', f'{name}:'.ljust(9))
   shown = [f'{k} {x}' for k, x in zip(labels, expected, strict=True) if x]
   shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
@@ -561,7 +561,7 @@ def test_the_summary_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out.splitlines()[:3] == [
       how,
       'Best bits: 2.5 at step 8.',
-      'Last loss: 2, the mean of at most 100 steps.',
+      'Last loss: 2 (mean over at most 100 steps).',
     ]
     console.__exit__(None, None, None)
     assert capsys.readouterr().out == ''
@@ -611,7 +611,7 @@ def test_a_run_in_a_pipe(tmp_path):
   commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', result.stdout, re.M))
   where = f' --jaxline_run={tmp_path}'
   assert commands['Evaluate'].endswith(where + EVAL)
-  assert commands['Go on'].endswith(where + MORE.replace('12', '8'))
+  assert commands['Continue'].endswith(where + MORE.replace('12', '8'))
   # And so it goes on.
   again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
   first, second = again.stdout.split('Start:         step 4 of 5, resumed\n')

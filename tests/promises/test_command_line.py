@@ -146,7 +146,7 @@ jaxline.platform.main(toy.Sharded, sys.argv[1:])
 def test_a_system_without_posix_trains(tmp_path):
   done = succeeded(processes.run('-c', WITHOUT_POSIX, *toy_args(tmp_path)))
   assert 'Trained to step 6 of 6' in done.stdout
-  assert 'nothing keeps a second run from' in done.stderr
+  assert 'nothing prevents a second run from' in done.stderr
 
 
 # Modes.

@@ -102,7 +102,7 @@ def test_full_disk(small_disk, undisturbed, start):
   assert before >= SAVE_EVERY
   remains.newest(run_dir, 'best')
   # One message, and nothing left of what did not fit.
-  assert re.search(r'^No space .* MiB free\).* Make room, ', run.lines[-1]), (
+  assert re.search(r'^No space .* MiB free\).* Free some ', run.lines[-1]), (
     run.log[-6000:]
   )
   trained = max(i for i, s in enumerate(run.lines) if re.search('step \\d', s))

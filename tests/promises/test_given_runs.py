@@ -226,7 +226,7 @@ def test_a_directory_supplies_no_code(
     sys.modules.pop(package, None)
   before = list(sys.path)
   is_found = is_on_path or cwd == '.'
-  said = 'outside of that' if is_found else 'No module named'
+  said = "outside of the run's" if is_found else 'No module named'
   for reader in READERS.values():
     with pytest.raises((errors.UsageError, SystemExit), match=said):
       reader(run)

@@ -206,7 +206,7 @@ def test_another_number_of_processes(undisturbed, folder):
     directory, processes=1, devices=2, steps=12, codes=None
   )
   assert result.code == 2
-  assert "2 processes saved ['input'], each its own, and now" in result.err
+  assert "2 processes saved ['input'] separately, but" in result.err
   assert remains.steps(directory)[-1] == several.STEPS
 
 
@@ -304,10 +304,8 @@ def test_a_directory_that_is_not_shared(folder):
   a, b = folder / 'mine', folder / 'yours'
   results = several.run(a, directories=[a, b], codes=2)
   for result, directory in zip(results, (a, b), strict=True):
-    assert (
-      f'config.checkpoint_dir is {str(directory)!r} in process' in result.err
-    )
-    assert 'processes [1] do not see there what process 0' in result.err
+    assert f'config.checkpoint_dir ({str(directory)!r} in process' in result.err
+    assert 'Processes [1] cannot see files' in result.err
   assert not (b / 'checkpoints').exists()
 
 

@@ -203,7 +203,7 @@ def test_a_replay_passes_over_damage(shared, tmp_path, capfd, part):
     (other / 'checkpoints/latest/4.json').write_bytes(b'x')
   assert cli.main(['replay', str(other), '9', '--steps=3']) == 0
   said = capfd.readouterr()
-  assert 'Passed over' in said.err
+  assert 'Skipped' in said.err
   assert str(other) in said.err
   begin = 'the seed' if part == 'latest' else 'step 4'
   assert f'Replaying {other} from {begin}' in said.out
@@ -456,7 +456,7 @@ def test_a_bisection_finds_the_step_and_the_array(
   assert bisect.bisect(str(one), str(other))
   out = capsys.readouterr().out
   assert 'experiment_kwargs.config.perturbed: -1 and 6' in out
-  assert 'part in step 6, in the loss' in out
+  assert 'diverge in step 6, in the loss' in out
 
 
 class Faulty(travels.Travels):
@@ -503,10 +503,10 @@ def faultless(tmp_path_factory):
   [
     ('sum', ['step 7, in the state after']),
     *(
-      (x, ['the state differs', 'state/params/w: largest', 'look at `step`'])
+      (x, ['The state differs', 'state/params/w: largest', 'look at `step`'])
       for x in ('before', 'after')
     ),
-    ('own', ['so are the states', 'look at `step`']),
+    ('own', ['So are the states', 'look at `step`']),
   ],
 )
 def test_a_bisection_finds_what_the_logs_do_not_show(
@@ -526,7 +526,7 @@ def test_a_bisection_replays_what_is_not_logged(
   monkeypatch.setattr(travels, 'Travels', Faulty)
   fields = {'log_train_data_interval': 5, 'fingerprint': False}
   for at, status, said in (
-    (7, 1, 'The runs part in step 7, in the loss'),
+    (7, 1, 'The runs diverge in step 7, in the loss'),
     (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
   ):
     other = run(tmp_path / f'other{at}', fields, at=at, where='loss')

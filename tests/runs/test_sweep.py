@@ -38,7 +38,7 @@ def test_points_of_a_grid_and_draws():
 
 def test_axes_that_mean_nothing_are_refused():
   for axes, draws, said in (
-    ({}, None, 'expected a key'),
+    ({}, None, 'expected at least one key'),
     ({'a': 'log:1:2'}, None, 'log:1:2'),
     ({'a': 'log:0:1'}, 3, 'log:0:1'),
     ({'a': 'uniform:x:1'}, 3, 'uniform:x:1'),

@@ -1,1 +1,1 @@
-"""Pax's sources of data: SeqIO, C4 and the Lingvo adaptors."""
+"""Data sources of Pax: SeqIO, C4, and adaptors of Lingvo inputs."""

@@ -7,17 +7,18 @@
   )
   train = c4.c4_input(task, batch_size=8, length=1024, is_training=True)
 
-Files are the official ones, JSON with a document a line (`allenai/c4` on the
-Hugging Face hub, config `en`), or TFRecords of `tf.train.Example` (`c4/en` of
-TensorFlow Datasets); both have the document as `text`. The files are divided
-among the hosts.
+The files are either the official ones, JSON with one document per line
+(`allenai/c4` on the Hugging Face hub, config `en`), or TFRecords of
+`tf.train.Example` (`c4/en` of TensorFlow Datasets). Both hold the document as
+`text`. The hosts divide the files among themselves.
 
-As in Pax's C4 runs, some thousand documents at a time are tokenized, joined and
-cut into rows. A row begins and ends within a document; only the last row of
-such a group is shorter, and packing puts several of these into one row. The
-documents of a row share a segment. Each document ends with the vocabulary's end
-token. Pax's have none, and no token stands before a row; for its rows, give
-`append_eos=False` to `c4_task`, and to `c4_input` the `feature_converter`
+As in Pax's C4 runs, thousands of documents at a time are tokenized, joined and
+cut into rows. Rows begin and end within a document. Only the last row of such a
+group is shorter, and packing puts several of these into one row. The documents
+of a row share a segment. Each document ends with the vocabulary's end token.
+Pax's documents have no end token, and its rows have no token before them. To
+get Pax's rows, give `append_eos=False` to `c4_task`, and give `c4_input` the
+`feature_converter`
 `LanguageModelFeatures(pack=True, reverse_bos_padding=True, eos_id=1)`.
 """
 
@@ -38,10 +39,10 @@ from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import tfdata
 from jaxline import errors
 
-# Lines that are parsed at once: each time costs a turn of Python's lock.
+# Number of lines per call of the parser. Each call takes Python's lock once.
 _LINES_AT_ONCE = 64
 
-# Of Pax's C4 runs.
+# The seed and the group size of Pax's C4 runs.
 SEED = 9876
 _DOCUMENTS_AT_ONCE = 4096
 
@@ -58,26 +59,26 @@ def c4_task(
   documents_at_once: int = _DOCUMENTS_AT_ONCE,
   shuffle_buffer_size: int = 10_000,
 ) -> Any:
-  """Makes the task: splits 'train' and 'validation', feature 'targets'.
+  """Makes a task with the splits 'train' and 'validation'.
 
   Args:
-    train_files: paths or globs of the training split; None: there is none.
-    eval_files: likewise, of the validation split.
-    vocabulary: the path of a SentencePiece model whose token 0 is padding, or
-      any `seqio.Vocabulary`.
-    name: of the task. It is not registered; give the task itself to
+    train_files: Paths or globs of the training split, or None to leave it out.
+    eval_files: Paths or globs of the validation split, or None.
+    vocabulary: Path of a SentencePiece model whose token 0 is padding, or any
+      `seqio.Vocabulary`.
+    name: Name of the task. It is not registered, so give the task itself to
       `SeqIOInput.mixture_or_task`.
-    append_eos: whether each document ends with the vocabulary's end token.
-    documents_at_once: how many are put one after the other before they are cut.
-    shuffle_buffer_size: among how many rows to draw the next. (Pax takes
-      100,000, which is 400 MB a host for rows of 1024 tokens.)
+    append_eos: Whether each document ends with the vocabulary's end token.
+    documents_at_once: Number of documents that are joined before they are cut.
+    shuffle_buffer_size: Number of rows in the shuffle buffer. (Pax's 100,000
+      take 400 MB per host for rows of 1024 tokens.)
 
   Returns:
-    A `seqio.Task`.
+    A `seqio.Task` with the feature 'targets'.
 
   Raises:
-    FileNotFoundError: a pattern matches no file.
-    ValueError: files are neither JSON nor TFRecord, or there are none.
+    FileNotFoundError: A pattern matches no file.
+    ValueError: Files are neither JSON nor TFRecord, or there are none.
   """
   seqio = seqio_input.import_seqio()
   patterns = {
@@ -89,8 +90,8 @@ def c4_task(
   readers = {_reader_of(path) for path in files}
   if len(readers) != 1 or None in readers:
     raise errors.UsageError(
-      f'Some of the files in train_files and eval_files are {files[:2]};'
-      ' expected files of one kind by their names: .json, .jsonl, .json.gz, or'
+      f'train_files and eval_files contain {files[:2]}; expected files of a'
+      ' single kind, with names like .json, .jsonl, .json.gz, or like'
       ' .tfrecord, .tfrecord-00000-of-01024.'
     )
   if isinstance(vocabulary, (str, os.PathLike)):
@@ -117,16 +118,16 @@ def c4_task(
 def c4_input(
   task: Any, *, batch_size: int, length: int, is_training: bool, **fields: Any
 ) -> seqio_input.SeqIOInput:
-  """Makes the input of Pax's C4 runs: packed, with its seed.
+  """Makes the packed input of Pax's C4 runs, with their seed.
 
   Args:
-    task: of `c4_task`.
-    batch_size: rows a host reads a batch.
-    length: tokens of a row.
-    is_training: reads 'train' then, otherwise 'validation', one epoch each
-      time.
-    **fields: more of `SeqIOInput`. Its `data_version` also gets the task's
-      `documents_at_once` and vocabulary.
+    task: Result of `c4_task`.
+    batch_size: Rows of a host's batch.
+    length: Tokens of a row.
+    is_training: Whether to read 'train'. If False, reads 'validation', one
+      epoch per evaluation.
+    **fields: Other fields of `SeqIOInput`. The task's `documents_at_once` and
+      vocabulary are added to `data_version`.
 
   Returns:
     The input.
@@ -150,12 +151,12 @@ def c4_input(
 
 
 def _describe(task: Any) -> list[str]:
-  """Returns what makes a task's rows of its documents."""
+  """Describes the settings that turn a task's documents into rows."""
   vocabulary = task.output_features['targets'].vocabulary
   kind = type(vocabulary).__name__
   described = [f'vocabulary={kind}({vocabulary.vocab_size})']
   if isinstance(vocabulary, seqio_input.import_seqio().SentencePieceVocabulary):
-    # Its contents: the path may change.
+    # Hash the contents, because the path may change.
     model = hashlib.sha256(vocabulary.sp_model).hexdigest()
     described.append(f'model_sha256={model}')
   if not task.output_features['targets'].add_eos:
@@ -168,7 +169,7 @@ def _describe(task: Any) -> list[str]:
 
 
 def _find(split: str, patterns: list[str]) -> list[str]:
-  """Returns the paths that match."""
+  """Returns the paths of the files that match the patterns."""
   tf = tfdata.import_tensorflow()
   paths = []
   for pattern in patterns:
@@ -176,8 +177,8 @@ def _find(split: str, patterns: list[str]) -> list[str]:
     if not found:
       argument = 'train_files' if split == 'train' else 'eval_files'
       raise errors.MissingFileError(
-        f'No file matches {argument}={pattern!r}. docs/inputs.md says how to'
-        ' download C4.'
+        f'No file matches {argument}={pattern!r}. To download C4, see'
+        ' docs/inputs.md.'
       )
     paths += found
   return paths
@@ -196,7 +197,7 @@ def _compression(tf: Any, path: Any) -> Any:
 
 
 def _read_json(path: Any) -> Any:
-  """Returns the documents of a file, as records of `text`."""
+  """Returns the documents of a JSON file, as records of `text`."""
   tf = tfdata.import_tensorflow()
 
   def parse(numbers: Any, lines: Any) -> dict[str, Any]:
@@ -218,13 +219,13 @@ def _parse_json(path: bytes, first: np.int64, lines: np.ndarray) -> np.ndarray:
     except (ValueError, KeyError, TypeError, AttributeError) as e:
       raise ValueError(
         f'{path.decode()}, line {number}: expected a JSON object with a string'
-        f' `text`, got {line[:80]!r} ({e!r}).'
+        f' `text`; got {line[:80]!r} ({e!r}).'
       ) from e
   return np.array(texts, object)
 
 
 def _read_tfrecord(path: Any) -> Any:
-  """Returns the documents of a file, as records of `text`."""
+  """Returns the documents of a TFRecord file, as records of `text`."""
   tf = tfdata.import_tensorflow()
   features = {'text': tf.io.FixedLenFeature([], tf.string)}
   return tf.data.TFRecordDataset(path, _compression(tf, path)).map(
@@ -233,14 +234,14 @@ def _read_tfrecord(path: Any) -> Any:
 
 
 def _concatenate(dataset: Any, *, documents: int) -> Any:
-  """Puts the tokens of so many documents one after the other."""
+  """Joins the tokens of each group of `documents` documents."""
   return dataset.ragged_batch(documents).map(
     lambda batch: {'targets': batch['targets'].flat_values}
   )
 
 
 def _split(dataset: Any, sequence_length: Mapping[str, int]) -> Any:
-  """Cuts tokens into pieces, all as long as a row but the last."""
+  """Cuts tokens into pieces as long as a row. Only the last may be shorter."""
   tf = tfdata.import_tensorflow()
   length = sequence_length['targets']
 

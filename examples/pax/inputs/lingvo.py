@@ -1,17 +1,18 @@
-"""Inputs for generators with Lingvo's interface: Pax's adaptors.
+"""Pax's adaptors for input generators with Lingvo's interface.
 
-A generator has `GetPreprocessedInputBatch()`, which returns a (nested) mapping
-of tensors, batch first; `params` (or `p`), of which `file_random_seed` and
-`batch_size` are used; and, optionally, `InfeedBatchSize()`, `Reset()` and
-`IdsToStrings()`. Params are any object whose `Instantiate()` makes a generator.
-Lingvo need not be installed. If it is, its generators get the host, and whether
-they evaluate, as in Lingvo, by its infeed context and cluster.
+A generator has a method `GetPreprocessedInputBatch()`, which returns a (nested)
+mapping of tensors, batch first. It has `params` (or `p`), whose
+`file_random_seed` and `batch_size` the adaptors read. `InfeedBatchSize()`,
+`Reset()` and `IdsToStrings()` are optional. Params are any object whose
+`Instantiate()` makes a generator. Lingvo need not be installed. If it is, its
+generators learn the host, and whether they evaluate, from Lingvo's infeed
+context and cluster.
 
-Generators cannot save their position, so neither can these inputs: a run that
-is resumed reads from the beginning again. In training they should therefore
-have `file_random_seed` 0, which is another order at each start.
+Generators cannot save their position, so neither can these inputs: a resumed
+run reads from the beginning. In training, therefore set `file_random_seed` to
+0, which gives a different order at each start.
 
-Shapes: b rows of a generator's batch, B rows of a host's.
+Shapes: b rows of a generator's batch, B rows of a host's batch.
 """
 
 from __future__ import annotations
@@ -32,35 +33,34 @@ from examples.pax.inputs import tfdata
 from jaxline import errors
 from jaxline.inputs import base
 
-# Pax's name for the weights of rows.
+# Pax's name for row weights.
 SAMPLE_WEIGHTS = 'eval_sample_weights'
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class LingvoInputAdaptor(base_input.BaseInput):
-  """The batches of a generator, as it makes them.
+  """Passes on the batches of a generator.
 
-  Whether hosts read different data, and end together, is the generator's
-  affair: with `file_random_seed` 0, each host has another random order. To
-  evaluate on one epoch with several hosts, use `LingvoEvalAdaptor`.
+  The generator decides whether hosts read different data and end together. With
+  `file_random_seed` 0, each host has a different random order. To evaluate on
+  one epoch with several hosts, use `LingvoEvalAdaptor`.
 
-  Strings are dropped in training and with several hosts, as devices cannot hold
-  them. Where the generator gives no `eval_sample_weights`, ones are added,
-  float32 [B]; and where it gives no `weights`, they are the same. Padding rows
-  have weight 0 by either name.
+  Strings are dropped in training and with several hosts, because devices cannot
+  hold them. If the generator gives no `eval_sample_weights`, the adaptor adds
+  ones, float32 [B]. If it gives no `weights`, they equal these. Padding rows
+  have weight 0 under both names.
 
   Attributes:
-    input: a generator, or its params. Only with params can it be made again,
-      for each evaluation and with a seed for each host.
-    batch_size: leave it None: it is that of the generator, by
-      `InfeedBatchSize()` or its params, or else the rows of its first batch,
-      once that was read.
-    num_batches: how many batches there are until the input ends; None is as
-      many as the generator has.
-    allow_fixed_file_random_seed: whether `file_random_seed` may be other than
-      0; the host's index is added to it then.
-    cluster_do_eval: whether Lingvo's cluster says that it evaluates: its
-      generators then read in order, and once. None follows `reset_for_eval`.
+    input: A generator, or its params. Only from params can the adaptor make the
+      generator again for each evaluation, with a seed for each host.
+    batch_size: Must be None. It becomes the generator's batch size from
+      `InfeedBatchSize()` or its params. If neither has one, it becomes the
+      number of rows of the first batch.
+    num_batches: Number of batches. If None, the generator decides.
+    allow_fixed_file_random_seed: Whether `file_random_seed` may differ from 0.
+      If it does, the index of the host is added to it.
+    cluster_do_eval: Whether Lingvo's cluster evaluates, which makes Lingvo's
+      generators read in order and only once. If None, `reset_for_eval`.
   """
 
   input: Any
@@ -69,7 +69,7 @@ class LingvoInputAdaptor(base_input.BaseInput):
   allow_fixed_file_random_seed: bool = False
   cluster_do_eval: bool | None = None
 
-  # Whether batches are as big as the generator makes them.
+  # Whether batches have the size that the generator gives them.
   _OWN_BATCH_SIZE: ClassVar[bool] = True
 
   def __post_init__(self) -> None:
@@ -79,8 +79,8 @@ class LingvoInputAdaptor(base_input.BaseInput):
     elif self.batch_size is not None:
       self.refuse(
         'batch_size',
-        "None, as it is the generator's own. Set that, or use"
-        ' LingvoInputAdaptorNewBatchSize to cut its batches into smaller ones',
+        "None. Set the generator's batch size, or use"
+        ' LingvoInputAdaptorNewBatchSize to split its batches',
       )
     self.check_integer('num_batches', or_none=True)
     if self.cluster_do_eval is None:
@@ -100,24 +100,24 @@ class LingvoInputAdaptor(base_input.BaseInput):
       self.batch_size = self._told_batch_size()
 
   def _settle_seed(self, params: Any) -> None:
-    """Checks the generator's seed, and makes it that of this host."""
+    """Checks the generator's seed, and sets the seed of this host."""
     seed = getattr(params, 'file_random_seed', 0)
     if not seed:
       return
     if not self.allow_fixed_file_random_seed:
       raise errors.UsageError(
         f'{self.name} has a generator with file_random_seed={seed}: each start'
-        ' reads the same data, so that a training that is resumed repeats it.'
-        ' Set file_random_seed=0 for another order at each start, or'
+        ' reads the same data, so a resumed training repeats it. Set'
+        ' file_random_seed=0 for a different order at each start, or'
         ' allow_fixed_file_random_seed=True.'
       )
     if not self.infeed_host_index:
       return
     if params is not self._params:
       raise errors.UsageError(
-        f'{self.name} is host {self.infeed_host_index}, and its generator was'
-        f' already made with file_random_seed={seed}, that of host 0. Give the'
-        ' params instead of the generator.'
+        f'{self.name} is host {self.infeed_host_index}, but its generator was'
+        f' already made with file_random_seed={seed}, the seed of host 0. Give'
+        ' the params instead of the generator.'
       )
     params.file_random_seed = seed + self.infeed_host_index
 
@@ -126,7 +126,7 @@ class LingvoInputAdaptor(base_input.BaseInput):
       return self._params.Instantiate()
 
   def _begin(self) -> None:
-    """Goes to the first batch of the generator."""
+    """Starts at the first batch of the generator."""
     self._given = 0
     with self._scope():
       self._get = _getter(self._generator)
@@ -137,17 +137,17 @@ class LingvoInputAdaptor(base_input.BaseInput):
     if hasattr(self._generator, 'InfeedBatchSize'):
       with self._scope():
         size = self._generator.InfeedBatchSize()
-    return int(size) if size else None  # Lingvo's of tf.data say 0.
+    return int(size) if size else None  # Lingvo's tf.data generators return 0.
 
   def _infeed_host(self) -> tuple[int, int]:
-    """Returns which host of how many the generator is to read for."""
+    """Returns the host to read for, and the number of hosts."""
     assert self.infeed_host_index is not None
     assert self.num_infeed_hosts is not None
     return self.infeed_host_index, self.num_infeed_hosts
 
   @contextlib.contextmanager
   def _scope(self) -> Iterator[None]:
-    """What Lingvo's generators look around for, if there are any."""
+    """Enters Lingvo's infeed context and cluster, if Lingvo is imported."""
     if self._cluster is None:
       yield
       return
@@ -157,18 +157,18 @@ class LingvoInputAdaptor(base_input.BaseInput):
 
   @functools.cached_property
   def _cluster(self) -> tuple[Any, Any] | None:
-    """Lingvo's module of clusters and the cluster to read in, if it is here."""
+    """Lingvo's cluster module and a cluster, or None if it is not imported."""
     module = sys.modules.get('lingvo.core.cluster')
-    if module is None:  # Who has one of its generators has imported it.
+    if module is None:  # Making a Lingvo generator imports it.
       return None
     factory = importlib.import_module('lingvo.core.cluster_factory')
     cluster = factory.SetEval(self.cluster_do_eval)
-    cluster.params.xla_device = 'tpu'  # Fixed shapes, as JAX wants them too.
+    cluster.params.xla_device = 'tpu'  # Gives fixed shapes, which JAX needs.
     cluster.params.enable_asserts = False
     return module, cluster
 
   def _read(self) -> Iterator[base.Batch]:
-    """Yields the batches of the generator, [b, ...], with weights."""
+    """Yields the generator's batches, [b, ...], with weights added."""
     while True:
       try:
         with self._scope():
@@ -177,7 +177,7 @@ class LingvoInputAdaptor(base_input.BaseInput):
         if base.is_end(e):
           return
         raise
-      # `Batch` is for code that was written for Pax.
+      # Code written for Pax expects a `Batch`.
       batch = base.Batch(tfdata.to_batch(self, given))
       ones = np.ones(base.num_rows(batch), np.float32)
       weights = batch.setdefault(SAMPLE_WEIGHTS, ones)
@@ -185,10 +185,10 @@ class LingvoInputAdaptor(base_input.BaseInput):
       yield batch
 
   def get_next(self) -> base.Batch:
-    """Returns the next batch: arrays [b, ...].
+    """Returns the next batch, arrays [b, ...].
 
     Raises:
-      StopIteration: after `num_batches`, or where the generator ends.
+      StopIteration: There were `num_batches`, or the generator has ended.
     """
     if self._given == self.num_batches:
       raise StopIteration
@@ -196,17 +196,19 @@ class LingvoInputAdaptor(base_input.BaseInput):
       batch = next(self._batches)
     except Exception as e:
       if not isinstance(e, StopIteration):
-        self._batches = self._read()  # A generator that raised only ends.
+        self._batches = (
+          self._read()
+        )  # After an error, a generator is at its end.
       raise
     self._given += 1
     self.batch_size = self.batch_size or base.num_rows(batch)
     return batch
 
   def reset(self) -> None:
-    """Makes the generator again, or calls `Reset()` of a given one.
+    """Makes the generator again from its params, or calls its `Reset()`.
 
     Raises:
-      NotImplementedError: it was given, and has none.
+      NotImplementedError: There are no params and no `Reset()`.
     """
     super().reset()
     if not self._given:
@@ -219,14 +221,14 @@ class LingvoInputAdaptor(base_input.BaseInput):
     else:
       raise NotImplementedError(
         f'{self.name} cannot be reset: {type(self._generator).__name__} has no'
-        ' Reset(). Give its params instead, which can make it anew.'
+        ' Reset(). Give its params instead, to make a new generator.'
       )
     self._begin()
 
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids [B, L], as the generator has it."""
+    """Returns the text of token ids [B, L], decoded by the generator."""
     if not hasattr(self._generator, 'IdsToStrings'):
       return super().ids_to_strings(ids, lengths, key)
     with self._scope():
@@ -243,14 +245,14 @@ class LingvoInputAdaptor(base_input.BaseInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
-  """The batches of a generator, cut into smaller ones.
+  """Splits the batches of a generator into smaller ones.
 
-  For generators that pack a fixed number of examples into a row and so need
-  big batches of their own.
+  Use it for generators that need a large batch, for example because they pack a
+  fixed number of examples into a row.
 
   Attributes:
-    batch_size: B; the generator's b must be a multiple of it.
-    num_batches: counts the batches that this input gives.
+    batch_size: B, a divisor of the generator's b.
+    num_batches: Number of batches after splitting.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
@@ -260,7 +262,7 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
     for batch in super()._read():
       if base.num_rows(batch) % self.batch_size:
         raise ValueError(
-          f'{self.name} has batch_size={self.batch_size}, and its generator'
+          f'{self.name} has batch_size={self.batch_size}, but its generator'
           f' gave {base.num_rows(batch)} rows; expected a multiple of'
           ' batch_size.'
         )
@@ -269,17 +271,17 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class LingvoEvalAdaptor(LingvoInputAdaptor):
-  """One epoch of a generator's examples, divided among the hosts.
+  """Divides one epoch of a generator's examples among the hosts.
 
-  Every host reads all examples, in the same order. The generator must give that
-  order: it gets one as the number of hosts, and its `file_random_seed` is not
-  changed. Of each B * num_infeed_hosts examples, a host gives its own B. All
-  hosts end after the same number of batches, the last of them padded.
+  Every host reads all examples in the same order and keeps B of each
+  B * num_infeed_hosts. To get the same order, the generator sees one host, and
+  its `file_random_seed` does not change. All hosts end after the same number of
+  batches, of which the last is padded.
 
   Attributes:
-    batch_size: B; the generator's batches may be of any size.
-    reset_for_eval: must be True.
-    num_batches: counts the batches that this input gives.
+    batch_size: B. The generator's batches may have any size.
+    reset_for_eval: Must be True.
+    num_batches: Number of batches that this input gives.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
@@ -287,10 +289,10 @@ class LingvoEvalAdaptor(LingvoInputAdaptor):
   def _check_fields(self) -> None:
     super()._check_fields()
     if not self.reset_for_eval:
-      self.refuse('reset_for_eval', 'True: it reads one epoch')
+      self.refuse('reset_for_eval', 'True, because this input reads one epoch')
 
   def _settle_seed(self, params: Any) -> None:
-    """Leaves the seed as it is: all hosts read the same."""
+    """Keeps the seed, because all hosts read the same order."""
 
   def _infeed_host(self) -> tuple[int, int]:
     return 0, 1
@@ -305,7 +307,7 @@ def _params_of(generator: Any) -> Any:
 
 
 def _getter(generator: Any) -> Callable[[], Any]:
-  """Returns the function that makes the generator's next batch."""
+  """Returns a function that makes the generator's next batch."""
   lingvo = sys.modules.get('lingvo.core.base_input_generator')
   if lingvo is None or not isinstance(generator, lingvo.BaseInputGenerator):
     return generator.GetPreprocessedInputBatch
@@ -314,7 +316,7 @@ def _getter(generator: Any) -> Callable[[], Any]:
     getattr(generator, 'datasource', None), datasource.TFDatasetSource
   ):
     return generator.GetPreprocessedInputBatch
-  # Called op by op, an input op of Lingvo would restart at each call.
+  # Executed eagerly, an input op of Lingvo would restart at each call.
   import tensorflow as tf
 
   return tf.function(generator.GetPreprocessedInputBatch)

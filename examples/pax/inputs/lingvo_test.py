@@ -1,9 +1,9 @@
-"""Tests of Lingvo's adaptors: on generators with its interface, and on its own.
+"""Tests of Lingvo's adaptors, on fake generators and on Lingvo's.
 
-`pip install --no-deps lingvo` beside TensorFlow is enough for the latter.
-Lingvo's input ops need a newer C library than some machines have; they are
-replaced there, as what is tested on its own generators needs none of them.
-The suite of all inputs, tests/promises/test_inputs.py, has the adaptors too.
+`pip install --no-deps lingvo` next to TensorFlow is enough for the latter.
+Lingvo's input ops need a newer C library than some machines have. Here, they
+are replaced, because these tests do not need them.
+tests/promises/test_inputs.py, the suite of all inputs, tests the adaptors, too.
 """
 
 import copy
@@ -20,7 +20,7 @@ from jaxline.inputs import base
 
 
 class Tensor:
-  """What stands for an eager tensor."""
+  """Stands for an eager tensor."""
 
   def __init__(self, value):
     self.value = np.asarray(value)
@@ -30,14 +30,14 @@ class Tensor:
 
 
 class OutOfRangeError(Exception):
-  """What TensorFlow raises at the end of the data."""
+  """The error that TensorFlow raises at the end of the data."""
 
 
 OutOfRangeError.__module__ = 'tensorflow.python.framework.errors_impl'
 
 
 class NestedMap(dict):
-  """What Lingvo's is to an adaptor: a dict with methods of its own."""
+  """Stands for Lingvo's NestedMap, a dict with extra methods."""
 
   def FlattenItems(self):
     raise AssertionError('Lists are not flattened.')
@@ -45,7 +45,7 @@ class NestedMap(dict):
 
 @dataclasses.dataclass
 class Params:
-  """Of a `Generator`: examples 0, 1, ... in batches, the last one short."""
+  """Params of a `Generator` of examples 0, 1, ...; the last batch is short."""
 
   batch_size: int | None = 4
   file_random_seed: int = 0
@@ -61,7 +61,7 @@ class Params:
     return (self.cls or Generator)(self)
 
   def __deepcopy__(self, memo):
-    return dataclasses.replace(self)  # `made` is shared: tests look at it.
+    return dataclasses.replace(self)  # Tests look at the shared `made`.
 
 
 class Generator:
@@ -101,14 +101,14 @@ class Generator:
 
 
 class Stated(Generator):
-  """One that tells its batch size by a tensor."""
+  """A generator that returns its batch size as a tensor."""
 
   def InfeedBatchSize(self):
     return np.int32(8)
 
 
 class Bare:
-  """One without anything but batches."""
+  """A generator with no optional methods."""
 
   count = 0
 
@@ -125,7 +125,7 @@ def host(index, count):
   return {'num_infeed_hosts': count, 'infeed_host_index': index}
 
 
-# As the generator makes them.
+# The generator's batches.
 
 
 def test_batches_are_those_of_the_generator():
@@ -135,13 +135,13 @@ def test_batches_are_those_of_the_generator():
   assert first.tgt.ids.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
   assert first.tgt.ids.dtype == np.int32
   assert isinstance(first.tgt, base.Batch)
-  # Two examples are left, and two rows are padding.
+  # The last batch has two examples and two padding rows.
   assert last.x.tolist() == [8, 9, 0, 0]
   for batch, weights in (first, [1, 1, 1, 1]), (last, [1, 1, 0, 0]):
     for key in lingvo.SAMPLE_WEIGHTS, base.WEIGHTS:
       assert batch[key].tolist() == weights
       assert batch[key].dtype == np.float32
-  # Those of the generator stay.
+  # The generator's weights are kept.
   extra = {
     'weights': lambda x: np.stack([x, 2 * x], 1).astype(np.float32),
     'eval_sample_weights': lambda x: np.full(len(x), 0.5, np.float32),
@@ -163,7 +163,7 @@ def test_lists_of_tensors_stay_lists():
 def test_batch_size_is_the_generators_own():
   assert adaptor(batch_size=3).batch_size == 3
   assert adaptor(cls=Stated).batch_size == 8
-  # Not told: the first batch has it, and pads the last.
+  # If unknown, it comes from the first batch. The last one is padded to it.
   source = adaptor(batch_size=None)
   assert [batch.x.shape for batch in source] == [(4,)] * 3
   assert source.batch_size == 4
@@ -185,7 +185,7 @@ def test_reset_makes_the_generator_anew_or_resets_it():
   source = lingvo.LingvoInputAdaptor(input=params, reset_for_eval=True)
   for _ in range(2):
     assert [b.x[0] for b in source.eval_batches()] == [0, 4, 8]
-  # One to start with, which the first evaluation uses too.
+  # The first evaluation uses the initial generator.
   assert len(params.made) == 2
   assert params.made[0] is not params
   generator = Generator(Params())
@@ -217,7 +217,7 @@ def test_fixed_seeds_are_refused_or_differ_between_hosts():
   lingvo.LingvoInputAdaptor(input=made, **host(0, 3), **allowed)
   with pytest.raises(ValueError, match='is host 2'):
     lingvo.LingvoInputAdaptor(input=made, **host(2, 3), **allowed)
-  # 0 is another order at each start, on each host.
+  # 0 means a different order at each start and on each host.
   assert set(next(adaptor(fields=host(2, 3) | allowed)).seed) == {0}
 
 
@@ -261,7 +261,7 @@ def test_tensorflows_tensors():
 
 
 def test_custom_processing_of_batches():
-  # As Pax's document has it.
+  # This class is from Pax's document.
   class MyInput(lingvo.LingvoInputAdaptor):
     def get_next(self):
       batch = super().get_next()
@@ -304,10 +304,10 @@ def test_an_error_is_never_mistaken_for_the_end(kind, fields):
       next(source)
 
 
-# In smaller batches.
+# Smaller batches.
 
 
-# 4 is not a multiple of 3; the last batch of an epoch has only 3 rows.
+# 4 is not a multiple of 3, and the last batch of an epoch has only 3 rows.
 @pytest.mark.parametrize(('rows', 'examples'), [(3, 12), (2, 11)])
 def test_new_batch_size_must_divide(rows, examples):
   source = adaptor(
@@ -319,7 +319,7 @@ def test_new_batch_size_must_divide(rows, examples):
     list(source)
 
 
-# One epoch, dealt out.
+# One epoch, divided among hosts.
 
 
 def evaluate(hosts, rows, **params):
@@ -379,7 +379,7 @@ def test_eval_needs_an_epoch_and_a_batch_size(fields):
     adaptor(lingvo.LingvoEvalAdaptor, fields)
 
 
-# Lingvo's own.
+# Lingvo's generators.
 
 
 @pytest.fixture(scope='module')
@@ -401,7 +401,7 @@ def real():
         from lingvo.core import ops
       except ModuleNotFoundError:
         raise
-      except Exception:  # TensorFlow's: the library does not load.
+      except Exception:  # TensorFlow's error: the library does not load.
         sys.modules[name] = Ops(name)
       else:
         del ops
@@ -438,7 +438,7 @@ def test_lingvos_tf_data_generators(counting):
     ]
     assert batches[0].text.tolist() == [b'0', b'1', b'2', b'3']
   training = lingvo.LingvoInputAdaptor(input=counting, is_training=True)
-  batches = [next(training) for _ in range(4)]  # It repeats.
+  batches = [next(training) for _ in range(4)]  # Training repeats.
   assert all('text' not in batch for batch in batches)
 
 
@@ -506,7 +506,7 @@ def test_lingvos_generators_see_the_host_and_are_traced_once(real):
 def test_lingvos_file_generators_have_a_fixed_seed(real):
   class FromFiles(real.BaseInputGeneratorFromFiles):
     def CreateDatasource(self):
-      """It has no file."""
+      """Creates nothing, because there is no file."""
 
     def _InputBatch(self):
       import tensorflow as tf

@@ -1,4 +1,4 @@
-"""SeqIO tasks and mixtures as inputs, and their metrics.
+"""SeqIO tasks and mixtures as inputs, with their metrics.
 
   train = seqio.SeqIOInput(
     mixture_name='wmt_t2t_ende_v003', split_name='train', batch_size=8,
@@ -6,21 +6,23 @@
     feature_converter=seqio.EncoderDecoderFeatures(pack=True), is_training=True,
   )
 
-A host reads its part of the files or, if a source has fewer files than there
-are hosts, its part of the examples. So a position is valid for this host of
-this number of hosts; `tfdata.py` says what a position is and what it costs.
+Each host reads a part of the files or, if a source has fewer files than there
+are hosts, a part of the examples. A position is therefore valid only for the
+same host of the same number of hosts. See `tfdata.py` for the definition and
+the cost of a position.
 
-- A task that repeats is built again each epoch, with another seed.
-- A mixture that repeats has no epochs: SeqIO repeats each of its tasks
-  separately, so that the rates hold for ever. A resumed run reads from the
-  beginning of the run.
-- With `reset_for_eval`, each task of a mixture is evaluated on one epoch, one
-  after the other, for any rates.
+- A task that repeats is rebuilt each epoch with a different seed.
+- A mixture that repeats has no epochs: SeqIO repeats each task separately to
+  maintain the rates. A resumed run reads everything from the beginning of the
+  run.
+- With `reset_for_eval`, the tasks of a mixture are evaluated one after the
+  other, on one epoch each, regardless of the rates.
 
 Metrics need `reset_for_eval=True` and a converter that does not pack, such as
-`EncoderDecoderFeatures(pack=False)`: then the entries `ID_KEYS` of each row,
-int32 [B], identify its example. Padding rows have index -1. To evaluate, gather
-the model's outputs of all hosts and pass them to `compute_metrics`:
+`EncoderDecoderFeatures(pack=False)`. The entries `ID_KEYS` of a batch, int32
+[B], then identify the example of each row. Padding rows have index -1. To
+evaluate, gather the model's outputs of all hosts and pass them to
+`compute_metrics`:
 
   outputs = []
   for batch in data.eval_batches():
@@ -30,7 +32,7 @@ the model's outputs of all hosts and pass them to `compute_metrics`:
     )
   metrics = data.compute_metrics(predict_outputs=outputs)
 
-A token 0 is padding in SeqIO, and in the converters here.
+Token 0 is padding in SeqIO and in the converters of this module.
 
 Shapes: B rows of this host, L tokens, N examples.
 """
@@ -50,26 +52,26 @@ import numpy as np
 
 from examples.pax.inputs import tfdata
 
-# Which example a row is: the number of the part, of how many parts, and the
-# example's place within the part, -1 for a padding row.
+# Entries that identify the example of a row: the index of the part, the number
+# of parts, and the example's index within the part, or -1 for a padding row.
 SHARD_KEY = '_seqio_shard'
 NUM_SHARDS_KEY = '_seqio_num_shards'
 INDEX_KEY = '_seqio_index_within_shard'
 ID_KEYS = (SHARD_KEY, NUM_SHARDS_KEY, INDEX_KEY)
 
-# SeqIO's own evaluator takes this seed.
+# Seed of SeqIO's evaluator.
 _EVAL_SEED = 42
 _MAX_NAMED = 3
 
-# The values of these for one row.
+# The values of `ID_KEYS` for one row.
 Id = tuple[int, int, int]
 
-# The rows of one batch: the entries of `ID_KEYS`, and arrays [B, ...].
+# Pairs for each batch: the entries of `ID_KEYS`, and arrays [B, ...].
 Outputs = Iterable[tuple[Mapping[str, Any], Any]]
 
 
 def import_seqio() -> Any:
-  """Returns the module `seqio`, once TensorFlow leaves the GPUs to JAX."""
+  """Imports `seqio`, after hiding the GPUs from TensorFlow."""
   tfdata.import_tensorflow()
   import seqio
 
@@ -78,29 +80,29 @@ def import_seqio() -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelFeatures:
-  """Makes batches for a decoder of a task's features.
+  """Converts a task's features to rows for a decoder-only model.
 
-  With `targets` alone, rows are those; with `inputs` too, a row is an example's
-  inputs and then its targets. The entries, each [L], L the sum of the features'
-  lengths: ids, labels, weights, paddings, segment_ids, segment_pos; with
-  `inputs` also inputs_indicator, 1 at the positions that read an input or the
-  first target: those that a prefix language model may attend to from anywhere.
-  `ids` are the labels one place further on, `bos_id` first in each segment.
+  Without `inputs`, a row holds the `targets`. With `inputs`, it holds an
+  example's inputs followed by its targets. The entries of a row are ids,
+  labels, weights, paddings, segment_ids and segment_pos, each [L], where L is
+  the sum of the features' lengths. `ids` are the labels shifted right by one,
+  with `bos_id` first in each segment.
 
-  A task may mark tokens that count nothing by a negative id; `ids` and `labels`
-  are without the sign.
+  A task may mark tokens to ignore by a negative id. `ids` and `labels` have the
+  absolute values.
 
   Attributes:
-    pack: whether to put several examples into a row, where they fit whole.
-    bos_id: the token that the model reads before an example's first one.
-    weights_on_targets_only: which tokens have weight 1: None is those that are
-      not negative, inputs too; True is those of the targets that are not
-      negative; False is all. Padding has weight 0.
-    reverse_bos_padding: leaves `bos_id` out: `ids` are the tokens themselves,
-      and the labels the next token in the row, `eos_id` after the last. So the
-      last position of a row has weight 0, and in a packed row the last one of
-      an example has the first token of the next as its label, as in Pax.
-    eos_id: for `reverse_bos_padding`.
+    pack: Whether to put several whole examples into a row.
+    bos_id: Token that the model reads before an example's first one.
+    weights_on_targets_only: Selects the tokens with weight 1. None: all
+      non-negative tokens, including inputs. True: non-negative target tokens.
+      False: all tokens. Padding always has weight 0.
+    reverse_bos_padding: Whether to omit `bos_id`. If so, `ids` are the tokens
+      themselves, and a label is the next token in the row, or `eos_id` after
+      the last. The last position of a row has weight 0. In a packed row, the
+      label of an example's last token is the first token of the next example,
+      as in Pax.
+    eos_id: Last label of a row with `reverse_bos_padding`.
   """
 
   pack: bool
@@ -129,8 +131,6 @@ class LanguageModelFeatures:
     entries['weights'] = weights
     for key in ('ids', 'labels'):
       entries[key] = tf.abs(entries[key])
-    if 'decoder_causal_attention' in row:
-      entries['inputs_indicator'] = row['decoder_causal_attention']
     if self.reverse_bos_padding:
       entries['ids'] = entries['labels']
       for key, last in ('labels', self.eos_id), ('weights', 0), ('paddings', 1):
@@ -141,14 +141,15 @@ class LanguageModelFeatures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderFeatures:
-  """Makes batches for an encoder and a decoder of `inputs` and `targets`.
+  """Converts `inputs` and `targets` to rows for an encoder-decoder.
 
-  `src` has the entries ids, paddings, segment_ids, segment_pos, each [L of the
-  inputs]; `tgt` those of `LanguageModelFeatures`, each [L of the targets].
+  `src` has the entries ids, paddings, segment_ids and segment_pos, as long as
+  the inputs. `tgt` has the entries of `LanguageModelFeatures`, as long as the
+  targets.
 
   Attributes:
-    pack: whether to put several examples into a row, where they fit whole.
-    bos_id: the token that the decoder reads before an example's first one.
+    pack: Whether to put several whole examples into a row.
+    bos_id: Token that the decoder reads before an example's first one.
   """
 
   pack: bool
@@ -177,7 +178,7 @@ def _decoder_entries(row: Mapping[str, Any]) -> dict[str, Any]:
   labels = row['decoder_target_tokens']
   is_token = tf.cast(labels != 0, tf.int32)
   return {
-    # Behind the last token, SeqIO leaves it once more.
+    # SeqIO's shift leaves the last token in the first padding position.
     'ids': row['decoder_input_tokens'] * is_token,
     'labels': labels,
     'weights': tf.cast(row['decoder_loss_weights'], tf.float32),
@@ -186,7 +187,7 @@ def _decoder_entries(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _segments(row: Mapping[str, Any], side: str, tokens: Any) -> dict[str, Any]:
-  """Returns the entries for documents and padding, packed or not."""
+  """Returns the entries that describe segments and padding, packed or not."""
   tf = tfdata.import_tensorflow()
   is_token = tf.cast(tokens != 0, tf.int32)
   places = row.get(f'{side}_positions', tf.range(tf.size(tokens)))
@@ -202,25 +203,22 @@ class SeqIOInput(tfdata.EpochInput):
   """A SeqIO task or mixture.
 
   Attributes:
-    mixture_name: of a registered mixture or task; or
-    mixture_or_task: a `seqio.Mixture` or `seqio.Task` itself.
-    split_name: which split, such as 'train'.
-    task_feature_lengths: of each feature that is used, how many tokens; longer
-      ones are cut.
+    mixture_name: Name of a registered mixture or task. Set either this field or
+      `mixture_or_task`.
+    mixture_or_task: A `seqio.Mixture` or `seqio.Task`.
+    split_name: Name of the split, such as 'train'.
+    task_feature_lengths: Number of tokens of each feature. Longer features are
+      truncated.
     feature_converter: `LanguageModelFeatures`, `EncoderDecoderFeatures`, one of
       SeqIO's converters, or any `(dataset, task_feature_lengths) -> dataset`.
-    use_cached: whether to read the files of SeqIO's cache tool.
-    shuffle: whether each epoch has its own order; None is only in training.
-      Every evaluation has the same order.
-    trim_output_features: whether the task cuts features to their lengths,
-      before the converter does.
-    eval_metrics_targets_length: how many tokens of the targets the metrics get,
-      if a model may predict more than `task_feature_lengths` lets it read. None
-      is as many as the model gets. (If a task keeps the text in
-      `targets_pretokenized`, the metrics get all of it.)
-    data_version: a version of the examples. A position is refused if this has
-      changed. It stands for what this class cannot see, such as preprocessors
-      and vocabularies.
+    use_cached: Whether to read the files of SeqIO's cache tool.
+    shuffle: Whether to shuffle each epoch differently. If None, only training
+      is shuffled. All evaluations have the same order.
+    trim_output_features: Whether the task truncates features before the
+      converter does.
+    data_version: Version of the data, for changes that this class cannot see,
+      such as preprocessors and vocabularies. A position with a different
+      version is rejected.
   """
 
   mixture_name: str | None = None
@@ -231,7 +229,6 @@ class SeqIOInput(tfdata.EpochInput):
   use_cached: bool = False
   shuffle: bool | None = None
   trim_output_features: bool = True
-  eval_metrics_targets_length: int | None = None
   data_version: str = ''
 
   def __post_init__(self) -> None:
@@ -245,22 +242,22 @@ class SeqIOInput(tfdata.EpochInput):
 
   @property
   def _tasks(self) -> list[Any]:
-    """The tasks that have the split."""
+    """Tasks that have the split."""
     tasks = import_seqio().get_subtasks(self._provider)
     return [task for task in tasks if self.split_name in task.splits]
 
   def seed(self) -> int:
-    """Returns `input_random_seed`; SeqIO's 42 if None in evaluation."""
+    """Returns `input_random_seed`; if None in evaluation, SeqIO's 42."""
     if self.input_random_seed is None and not self.is_training:
       return _EVAL_SEED
     return super().seed()
 
   def epoch_seed(self, epoch: int) -> int:
-    """Returns the seed of an epoch; all are the same in evaluation."""
+    """Returns the seed of an epoch, the same for all epochs in evaluation."""
     return super().epoch_seed(epoch) if self.is_training else self.seed()
 
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns the rows of a host: one epoch, or all there are of a mixture."""
+    """Returns the rows of a host: one epoch, or endless rows of a mixture."""
     tf = tfdata.import_tensorflow()
     providers = self._tasks if self.reset_for_eval else [self._provider]
     num_epochs: int | None = 1
@@ -290,8 +287,9 @@ class SeqIOInput(tfdata.EpochInput):
   def _examples_of(
     self, provider: Any, seed: int, host_index: int, **fields: Any
   ) -> Any:
-    """Returns the examples of a part of a task or mixture."""
-    # Independent of what was built before: metrics read a single task.
+    """Returns a host's examples of a task or mixture."""
+    # Reset the seed, so that the examples do not depend on earlier datasets.
+    # The metrics read one task by itself.
     tfdata.import_tensorflow().random.set_seed(seed)
     shard = import_seqio().ShardInfo(host_index, self.num_infeed_hosts)
     return provider.get_dataset(
@@ -304,7 +302,7 @@ class SeqIOInput(tfdata.EpochInput):
         'shard_info': shard if self.num_infeed_hosts != 1 else None,
         'num_epochs': 1,
         'trim_output_features': self.trim_output_features,
-        # It would hold an epoch that is read once.
+        # The cache would hold an epoch that is read only once.
         'try_in_mem_cache': False,
         **fields,
       }
@@ -313,18 +311,18 @@ class SeqIOInput(tfdata.EpochInput):
   def _check_tasks_have_examples(self, seed: int, host_index: int) -> None:
     # Repeating an empty task would loop forever.
     for task in self._tasks:
-      # Not shuffled, which would fill a buffer for one example.
+      # Shuffling would fill a buffer to get one example.
       dataset = self._examples_of(task, seed, host_index, shuffle=False)
       if next(iter(dataset), None) is None:
         raise ValueError(
           f'Task {task.name} of {self._provider.name} has no examples in split'
           f' {self.split_name!r} for host {host_index} of'
-          f' {self.num_infeed_hosts}. Leave it out of the mixture, or check its'
+          f' {self.num_infeed_hosts}. Remove it from the mixture, or check its'
           ' files and preprocessors.'
         )
 
   def get_next_padded(self) -> dict[str, Any]:
-    """Returns the next batch; padding rows have index -1."""
+    """Returns the next batch, in which padding rows have index -1."""
     batch = super().get_next_padded()
     if NUM_SHARDS_KEY in batch:
       is_padding = batch[NUM_SHARDS_KEY] == 0
@@ -332,24 +330,24 @@ class SeqIOInput(tfdata.EpochInput):
     return batch
 
   def identity(self) -> dict[str, Any]:
-    """Returns what the examples and their order depend on."""
+    """Returns the settings that determine the examples and their order."""
     converter = self.feature_converter
     if dataclasses.is_dataclass(converter):
       named = repr(converter)
     else:
       kind = getattr(converter, '__qualname__', type(converter).__name__)
       named = f'{kind}(pack={getattr(converter, "pack", None)})'
-    # Without a mixture, or where each task is read to its end, no rate counts.
+    # Rates have no effect on a single task, or if each task is read to its end.
     mixes = not self.reset_for_eval and hasattr(self._provider, 'get_rate')
     tasks, files = [], hashlib.sha256()
     for task in self._tasks:
-      # The other shuffles of SeqIO are the same each time.
+      # SeqIO's other shuffles are the same each time.
       size = task.shuffle_buffer_size if self.shuffle else None
       rate = self._provider.get_rate(task) if mixes else None
       tasks.append(
         {'name': task.name, 'shuffle_buffer_size': size, 'rate': rate}
       )
-      paths = [task.cache_dir]  # The source may be gone.
+      paths = [task.cache_dir]  # The source may no longer exist.
       if not (self.use_cached and task.supports_caching):
         paths = task.source.list_shards(self.split_name)
       for path in paths:
@@ -357,7 +355,7 @@ class SeqIOInput(tfdata.EpochInput):
     return {
       **super().identity(),
       'mixture_or_task': self._provider.name,
-      # In order, since that is the one in which they are read.
+      # The order of the tasks matters, because they are read in it.
       'tasks': tasks,
       'split_name': self.split_name,
       'task_feature_lengths': dict(self.task_feature_lengths),
@@ -370,7 +368,7 @@ class SeqIOInput(tfdata.EpochInput):
     }
 
   def where(self) -> str:
-    """Returns the first record of the next batch; SeqIO hides its file."""
+    """Describes the first record of the next batch. SeqIO hides its file."""
     return (
       f'{super().where()} of {self._provider.name}, split {self.split_name!r}'
     )
@@ -378,10 +376,10 @@ class SeqIOInput(tfdata.EpochInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of each row, a line for each document in it.
+    """Returns the text of each row, with one line for each document.
 
-    `key` is a feature of the task, or 'src' for 'inputs'. All else, and None,
-    is 'targets'.
+    `key` is a feature of the task, or 'src' for 'inputs'. None and all other
+    values mean 'targets'.
     """
     features = self._provider.output_features
     key = 'inputs' if key == 'src' else key
@@ -389,7 +387,7 @@ class SeqIOInput(tfdata.EpochInput):
     texts = []
     for row, length in zip(np.asarray(ids), lengths, strict=True):
       row = row[:length]
-      # SeqIO decodes up to the first end only.
+      # SeqIO stops decoding at the first end token, so split after each.
       parts = np.split(row, np.flatnonzero(row == vocabulary.eos_id) + 1)
       lines = [vocabulary.decode(part.tolist()) for part in parts if part.size]
       texts.append(
@@ -400,21 +398,21 @@ class SeqIOInput(tfdata.EpochInput):
     return texts
 
   def example_ids(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns which examples the rows of a batch are, for `compute_metrics`.
+    """Returns the ids of a batch's examples, for `compute_metrics`.
 
     Args:
-      batch: of `eval_batches`, or the value that this returned for one.
+      batch: A batch from `eval_batches`, or an earlier result of this method.
 
     Returns:
-      The entries `ID_KEYS` of it, int32 [B]; index -1 for a padding row.
+      The entries `ID_KEYS` of the batch, int32 [B]. Padding rows have index -1.
 
     Raises:
-      ValueError: rows have no ids.
+      ValueError: The batch has no ids.
     """
     if not set(ID_KEYS) <= set(batch):
       raise ValueError(
         f'A batch for {self.name} has the entries {sorted(batch)}; expected'
-        f' {ID_KEYS}, which identify its examples. Set reset_for_eval=True, and'
+        f' {ID_KEYS}, which identify the examples. Set reset_for_eval=True, and'
         ' pack=False in the feature converter.'
       )
     return {key: batch[key] for key in ID_KEYS}
@@ -427,28 +425,28 @@ class SeqIOInput(tfdata.EpochInput):
   ) -> dict[str, dict[str, Any]]:
     """Computes the metrics of the task, or of each task of the mixture.
 
-    It needs `reset_for_eval=True`, and a converter that does not pack.
+    Requires `reset_for_eval=True` and a converter that does not pack.
 
-    Each output is joined to its example by the id of its row, so that neither
-    the order nor the number of hosts matters. Padding rows are left out; of
-    several rows with the same id, the first counts. Where outputs of one kind
-    are not given, the metrics on them are left out. Process 0 reads the
-    examples of all hosts for this, and keeps them for the next time.
+    The id of a row joins each output to its example, so neither the order nor
+    the number of hosts matters. Padding rows are ignored. If several rows have
+    the same id, the first one is used. If outputs of one kind are not given,
+    the metrics that need them are left out. Process 0 reads the examples of all
+    hosts for this purpose, and keeps them.
 
     Args:
-      predict_outputs: for each batch, over all hosts, its `example_ids` (or the
-        whole batch) and the model's predictions: token ids [B, L], or a pair of
-        these and a dict of more arrays [B, ...] for the metrics that take
-        `aux_values`.
-      score_outputs: the same, with scores [B].
+      predict_outputs: Pairs for each batch, gathered from all hosts: its
+        `example_ids` (or the whole batch), and the model's predictions. These
+        are token ids [B, L], or a pair of token ids and a dict of arrays
+        [B, ...] for metrics that take `aux_values`.
+      score_outputs: Pairs like `predict_outputs`, with scores [B].
 
     Returns:
-      By the name of the task and that of the metric: numbers, and what else the
-      task's metric functions return. On process 0; {} on all others.
+      Name of the task -> name of the metric -> value, a number or another
+      result of the task's metric functions. {} in all processes but process 0.
 
     Raises:
-      ValueError: the outputs are not those of exactly the examples there are;
-        or rows have no ids.
+      ValueError: The outputs do not match the examples one to one, or rows have
+        no ids.
     """
     if jax.process_index():
       return {}
@@ -460,10 +458,10 @@ class SeqIOInput(tfdata.EpochInput):
       given[kind] = rows = self._by_id(outputs)
       if odd := sorted(rows.keys() ^ expected):
         raise ValueError(
-          f'The {kind}_outputs for {self.name} are of {len(rows)} examples;'
-          f' expected {len(expected)}. Missing or unknown are {len(odd)}, as'
-          f' (shard, num_shards, index): {odd[:_MAX_NAMED]}. Give those of all'
-          ' batches of one evaluation, gathered from all hosts.'
+          f'The {kind}_outputs for {self.name} have {len(rows)} examples;'
+          f' expected {len(expected)}. Missing or unknown: {len(odd)}, as'
+          f' (shard, num_shards, index) {odd[:_MAX_NAMED]}. Give the outputs of'
+          ' all batches of one evaluation, gathered from all hosts.'
         )
     metrics = {}
     for task in self._tasks:
@@ -481,15 +479,15 @@ class SeqIOInput(tfdata.EpochInput):
     return metrics
 
   def _by_id(self, outputs: Outputs) -> dict[Id, Any]:
-    """Returns the output of each example."""
+    """Returns id -> output of each example."""
     found: dict[Id, Any] = {}
     for batch, output in outputs:
       ids = [np.asarray(x) for x in self.example_ids(batch).values()]
       if ids[0].ndim != 1:
         raise ValueError(
-          f'Outputs for {self.name} come with ids of shape {ids[0].shape};'
-          ' expected [B], the rows of all hosts one after the other. Gather'
-          ' with process_allgather(..., tiled=True).'
+          f'Outputs for {self.name} have ids of shape {ids[0].shape}; expected'
+          ' [B], the concatenated rows of all hosts. Gather with'
+          ' process_allgather(..., tiled=True).'
         )
       output = jax.tree.map(
         np.asarray, output, is_leaf=lambda x: isinstance(x, list)
@@ -501,10 +499,7 @@ class SeqIOInput(tfdata.EpochInput):
 
   @functools.cached_property
   def _examples(self) -> dict[str, dict[Id, Any]]:
-    """The examples of all hosts for metrics: of each task, by their ids."""
-    lengths = dict(self.task_feature_lengths)
-    if self.eval_metrics_targets_length is not None:
-      lengths['targets'] = self.eval_metrics_targets_length
+    """Name of the task -> id -> example, of all hosts, for the metrics."""
     hosts = self.num_infeed_hosts
     assert hosts is not None
     examples: dict[str, dict[Id, Any]] = {task.name: {} for task in self._tasks}
@@ -513,9 +508,7 @@ class SeqIOInput(tfdata.EpochInput):
       for task in self._tasks:
         dataset = tfdata.build(
           self.epoch_seed(0),
-          functools.partial(
-            self._examples_of, task, host_index=shard, sequence_length=lengths
-          ),
+          functools.partial(self._examples_of, task, host_index=shard),
           self.op_determinism,
         )
         for example in dataset.as_numpy_iterator():
@@ -526,17 +519,17 @@ class SeqIOInput(tfdata.EpochInput):
 def _task_metrics(
   task: Any, examples: list[Any], outputs_of: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns the metrics of a task, which SeqIO's own objects compute.
+  """Computes the metrics of a task with SeqIO's metric objects.
 
   Args:
-    task: a `seqio.Task`.
-    examples: as the task gives them, N.
+    task: A `seqio.Task`.
+    examples: The N examples of the task.
     outputs_of: 'predict' or 'score' -> arrays [N, ...], or pairs of them.
   """
   metrics_lib = import_seqio().metrics
   result: dict[str, Any] = {}
   for metric in task.metric_objs:
-    wanted = metric.model_output_type.name  # Such as 'PREDICTION_WITH_AUX'.
+    wanted = metric.model_output_type.name  # Example: 'PREDICTION_WITH_AUX'.
     kind = 'score' if wanted.startswith('SCORE') else 'predict'
     if kind not in outputs_of:
       continue
@@ -545,8 +538,8 @@ def _task_metrics(
       output = output[0]
     elif '_WITH_' in wanted and not isinstance(output, tuple):
       raise ValueError(
-        f'Task {task.name} has a metric that takes more than one array of each'
-        f' row; let {kind}_outputs be pairs (array, dict of arrays).'
+        f'Task {task.name} has a metric that takes more than one array for each'
+        f' row. Give {kind}_outputs as pairs (array, dict of arrays).'
       )
     computed = metric.from_model_output(examples, output, task.output_features)
     if isinstance(computed, metrics_lib.CollectingMetric):
@@ -555,7 +548,8 @@ def _task_metrics(
       values = computed.compute()
     if twice := result.keys() & values.keys():
       raise ValueError(
-        f'Task {task.name} has two metrics called {sorted(twice)}; rename one.'
+        f'Task {task.name} has two metrics with the names {sorted(twice)}.'
+        ' Rename one.'
       )
     for name, value in values.items():
       is_scalar = isinstance(value, metrics_lib.Scalar)

@@ -1,4 +1,4 @@
-"""SeqIO as input: examples and rows, evaluation, metrics, the C4 task."""
+"""Tests of SeqIO inputs: rows, evaluation, metrics, and the C4 task."""
 
 import gzip
 import io
@@ -157,7 +157,7 @@ def test_packed_rows_of_a_language_model():
   assert [row['ids'].tolist() for row in rows[1:]] == [[7, 5, 5, 5, 0, 0]]
 
 
-# The weights of Pax, whose converter was given the same examples: paxml 1.4.0,
+# The weights that Pax's converter gives for the same examples: paxml 1.4.0,
 # seqio-nightly 0.0.17.dev20231010, Python 3.10.
 @pytest.mark.parametrize(
   ('fields', 'weights'),
@@ -182,13 +182,12 @@ def test_a_padded_row_with_a_prefix(fields, weights):
       'paddings': [0, 0, 0, 0, 0, 1, 1],
       'segment_ids': [1, 1, 1, 1, 1, 0, 0],
       'segment_pos': [0, 1, 2, 3, 4, 0, 0],
-      'inputs_indicator': [1, 1, 1, 0, 0, 0, 0],
     },
   )
 
 
 def test_a_row_without_a_begin_token():
-  # What Pax's converter made of the same examples; versions as above.
+  # Pax's converter, in the same versions, makes this row of these examples.
   (row,) = rows_of(
     seqio_input.LanguageModelFeatures(
       pack=True, reverse_bos_padding=True, eos_id=42
@@ -308,7 +307,7 @@ def test_a_packed_task_goes_on(tmp_path):
   inputs = make(task, **fields)
   whole = [next(inputs)['labels'].tolist() for _ in range(7)]
   tokens = [t for (row,) in whole[:5] for t in row if t > 9]
-  assert len(set(tokens)) == len(tokens)  # Rows of one epoch share nothing.
+  assert len(set(tokens)) == len(tokens)  # Rows of an epoch are disjoint.
   before, after = make(task, **fields), make(task, **fields)
   for _ in range(6):
     next(before)
@@ -327,7 +326,7 @@ def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
   inputs = make(mixture, batch_size=10)
   rows = [labels(next(inputs)).tolist() for _ in range(10)]
   flat = [x for row in rows for x in row]
-  # The small one is drawn as often as the large one, and does not end it.
+  # Both tasks are drawn equally often. The small one does not end the epoch.
   assert 30 < sum(x < 20 for x in flat) < 70
   assert len(set(flat)) > 20
   assert inputs.position() == {'epoch': 0, 'record': 100}
@@ -347,7 +346,7 @@ def test_a_state_of_other_rates_is_refused(tmp_path):
   mix((1, 2.0)).set_state(state)
   with pytest.raises(ValueError, match=r'tasks is .*2\.0.* in the state'):
     mix((1, 3)).set_state(state)
-  # Each task is read once there, one after the other.
+  # In an evaluation, each task is read once, so the rates have no effect.
   mix((1, 3), **ONE_EPOCH).set_state(mix((1, 2), **ONE_EPOCH).get_state())
 
 
@@ -366,7 +365,7 @@ def test_an_empty_task_of_a_mixture_does_not_loop(tmp_path):
 
 
 def run_model(inputs):
-  """Returns, of all hosts: predictions that are right for x % 4 == 0; x."""
+  """Returns all hosts' predictions, right for x % 4 == 0, and scores x."""
   predictions, scores = [], []
   for host in inputs:
     for batch in host.eval_batches():
@@ -399,16 +398,16 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
       examples[key] = x[row]
   assert sorted(examples.values()) == list(range(10, 21))
   assert {key[0] for key in examples} <= set(range(count))
-  # The files have 5, 0 and 6 examples: of two hosts the first has them all.
+  # The files have 5, 0 and 6 examples. The first of two hosts has all of them.
   # Four hosts have too few files, and take every fourth example.
   assert len(scores) == {1: 6, 2: 2 * 6, 4: 4 * 2}[count]
 
-  # Of 10, ..., 20 three divide by 4; their sum is 165.
+  # Three of 10, ..., 20 are multiples of 4. The sum of all is 165.
   expected = {'accuracy': 3 / 11, 'longest': 20, 'total': 165.0, 'examples': 11}
   order = np.random.default_rng(0).permutation(len(predictions))
   metrics = inputs[-1].compute_metrics(
     predict_outputs=[predictions[i] for i in order],
-    # A row that comes twice counts once.
+    # A repeated row counts once.
     score_outputs=[scores[i] for i in order] + scores[:1],
   )
   assert metrics == {'numbers': pytest.approx(expected)}
@@ -473,7 +472,7 @@ def test_postprocessing_and_metric_objects_are_those_of_seqio(tmp_path):
 
   def postprocess(decoded, example, is_target):
     del is_target
-    # An example knows its inputs: 10, ..., 20 have 2, 3, 1, ... threes.
+    # An example has its inputs: for 10, ..., 20 they have 2, 3, 1, ... threes.
     return [int(decoded[0]) * 100 + int(np.sum(example['inputs'] == 3))]
 
   def collected(targets, predictions):
@@ -496,23 +495,6 @@ def test_postprocessing_and_metric_objects_are_those_of_seqio(tmp_path):
       'count': 11,
     }
   }
-
-
-def test_metrics_see_longer_targets_than_the_model(tmp_path):
-  def lengths(targets, scores):
-    del scores
-    return {'longest': max(map(len, targets))}
-
-  task = make_task(tmp_path, metric_fns=[lengths])
-  for seen, expected in ((None, 1), (2, 2)):
-    inputs = evaluate(
-      task,
-      task_feature_lengths={'inputs': 4, 'targets': 1},
-      eval_metrics_targets_length=seen,
-    )
-    _, scores = run_model(inputs)
-    metrics = inputs[0].compute_metrics(score_outputs=scores)
-    assert metrics == {'numbers': {'longest': expected}}
 
 
 def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
@@ -610,7 +592,7 @@ def test_c4_puts_documents_one_after_the_other(tmp_path, as_pax):
     )
   inputs = c4.c4_input(task, **fields)
   batches = list(inputs.eval_batches())
-  # All rows are full, but what is left behind the last document.
+  # All rows are full except for the end of the last group.
   assert all(b['segment_ids'].all() for b in batches[:-1])
   key = 'ids' if as_pax else 'labels'
   ids = np.concatenate([b[key][0][b['segment_ids'][0] > 0] for b in batches])

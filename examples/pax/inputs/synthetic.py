@@ -18,25 +18,26 @@ Kind = Literal['ones', 'random']
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SyntheticInput(base_input.Configured, indexed.IndexedInput):
-  """Batches of ones, or of random values that a record's number fixes.
+  """Batches of ones, or of random values determined by a record's index.
 
-  With `length`, a batch of a language model: `ids` and `labels`, int32 [b, L],
+  With `length`, a batch for a language model: `ids` and `labels`, int32 [b, L],
   `weights` of 1 and `paddings` of 0, float32 [b, L], `segment_ids` of 1 and
-  `segment_pos` of 0 to L - 1, int32 [b, L]. Of kind 'random', ids are uniform
-  and labels the ids that follow; of kind 'ones' (the data of Pax's LmCloud
-  experiments), both are 1.
+  `segment_pos` from 0 to L - 1, int32 [b, L]. With the kind 'random', ids are
+  uniform, and labels are the ids that follow. With 'ones', the data of Pax's
+  LmCloud experiments, both are 1.
 
-  With `spec`, whatever it names: ones; of kind 'random', floats are standard
-  normal and integers uniform.
+  With `spec`, a batch with every entry that it names. The values are 1, or with
+  the kind 'random' standard normal floats and uniform integers.
 
   Attributes:
     kind: 'ones' or 'random'.
-    length: L, tokens a row; give this or `spec`.
-    vocab_size: random integers are less than this.
-    spec: of each entry, the shape of a row and the dtype: for images and
-      classes, {'images': ((224, 224, 3), 'float32'), 'labels': ((), 'int32')}.
-    size: records of an epoch.
-    shuffle: as in every indexed input; the records are random without it.
+    length: L, the number of tokens of a row. Set either this field or `spec`.
+    vocab_size: Upper bound of random integers, exclusive.
+    spec: Entry -> (shape of a row, dtype). For images and classes:
+      {'images': ((224, 224, 3), 'float32'), 'labels': ((), 'int32')}.
+    size: Number of records of an epoch.
+    shuffle: Whether to shuffle, as for all indexed inputs. Not needed for
+      random records.
   """
 
   kind: Kind = 'ones'
@@ -50,7 +51,7 @@ class SyntheticInput(base_input.Configured, indexed.IndexedInput):
     super().__post_init__()
     if self.kind not in get_args(Kind):
       self.refuse('kind', f'one of {get_args(Kind)}')
-    # Of each entry that is drawn; labels are the ids that follow.
+    # Specs of the drawn entries. Labels are not drawn but shifted ids.
     spec = self.spec or {}
     if self.length is not None:
       spec = {'ids': ((self.length + 1,), 'int32')}
@@ -82,7 +83,7 @@ class SyntheticInput(base_input.Configured, indexed.IndexedInput):
         numbers = indexed.record_generator(self.seed(), 0, epoch, record)
         for values in batch.values():
           shape = values.shape[1:]
-          # JAX knows that bfloat16 is a float.
+          # Unlike NumPy, JAX treats bfloat16 as a floating dtype.
           if jax.numpy.issubdtype(values.dtype, np.floating):
             values[row] = numbers.standard_normal(shape, np.float32)
           else:

@@ -1,4 +1,4 @@
-"""Tests of synthetic data: values known in advance, the same for any hosts."""
+"""Tests that synthetic data has known values on any number of hosts."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_random_ids_are_uniform_and_labels_the_next():
   assert batch['ids'].dtype == batch['labels'].dtype == np.int32
   counts = np.bincount(batch['ids'].ravel(), minlength=5)
   assert counts.size == 5
-  # 16384 draws: a fifth each, within five standard deviations.
+  # Each value has a fifth of 16384 draws, within five standard deviations.
   np.testing.assert_allclose(counts / batch['ids'].size, 0.2, atol=0.016)
   assert len({row.tobytes() for row in batch['ids']}) == 256
 
@@ -54,7 +54,7 @@ def test_seed_epoch_and_record_change_the_values():
 
 
 def test_values_stay_as_they_are():
-  # By NumPy's Philox alone, with key (seed, 2**63) and counter (0, 0, 0, 0).
+  # NumPy's Philox gives these, with key (seed, 2**63) and counter (0, 0, 0, 0).
   fields = {'batch_size': 1, 'kind': 'random', 'input_random_seed': 0}
   batch = next(make(vocab_size=1000, **fields))
   assert batch['ids'].tolist() == [[884, 584, 651, 502, 15, 91]]

@@ -1,7 +1,8 @@
-"""tf.data pipelines as inputs, an epoch at a time, with an exact position.
+"""tf.data pipelines as inputs with exact positions, read epoch by epoch.
 
-Give a function that returns one epoch as a dataset of single records. This
-module shuffles, batches, divides among hosts and repeats:
+You give a function that returns one epoch as a dataset of single records. This
+module shuffles and batches the records, divides them among the hosts, and
+repeats the epoch:
 
   def squares(seed):
     return tf.data.Dataset.range(100).map(lambda x: {'x': x, 'y': x * x})
@@ -11,22 +12,22 @@ module shuffles, batches, divides among hosts and repeats:
   )
 
 With `TfDataInput`, every host runs the pipeline for all records and keeps its
-rows of each global batch: a run may be resumed on another number of hosts. With
-`ShardedTfDataInput`, the function gives each host its own part; a position is
-valid for this host of this number of hosts.
+rows of each global batch, so you can resume a run on a different number of
+hosts. With `ShardedTfDataInput`, the function returns a separate part for each
+host, so a position is valid only for the same host of the same number of hosts.
 
-A position is an epoch and the number of its records that were given. To reach
-it, the epoch is built again from its seed and read up to there.
+A position is an epoch and the number of its records read so far. To reach a
+position, the input rebuilds the epoch from its seed and reads up to it.
 
-So an epoch must be the same each time it is built. Its seed becomes
+An epoch must therefore be the same each time it is built. Its seed becomes
 TensorFlow's global seed. With `op_determinism=True`, the default, the first
 dataset turns on `tf.config.experimental.enable_op_determinism` for the whole
-process: parallel parts of a pipeline then keep their order, and those that draw
+process. Parallel parts of a pipeline then keep their order, and parts that draw
 random numbers or call Python run sequentially. `tf.random.stateless_*` and
-`tf.numpy_function(..., stateful=False)` stay parallel, and need no
-`op_determinism`. Python's random numbers must be drawn from `seed`.
+`tf.numpy_function(..., stateful=False)` stay parallel, and do not need
+`op_determinism`. Draw Python's random numbers from `seed`.
 
-TensorFlow is imported when the first input is made, and never touches a GPU.
+Making the first input imports TensorFlow, which never touches a GPU.
 """
 
 import abc
@@ -46,16 +47,16 @@ from examples.pax import base_input
 from jaxline import errors
 from jaxline.inputs import base
 
-# TensorFlow's seed is global: only one dataset is built at a time.
+# TensorFlow's seed is global, so only one dataset may be built at a time.
 _building = threading.Lock()
 
 
 @functools.cache
 def import_tensorflow() -> Any:
-  """Returns the module `tensorflow`, which leaves the GPUs to JAX."""
+  """Imports `tensorflow`, and hides the GPUs from it."""
   import tensorflow as tf
 
-  # It refuses where somebody has used TensorFlow on them already.
+  # This fails if the process has already used TensorFlow on a GPU.
   with contextlib.suppress(RuntimeError):
     tf.config.set_visible_devices([], 'GPU')
   return tf
@@ -63,31 +64,32 @@ def import_tensorflow() -> Any:
 
 @functools.cache
 def _enable_op_determinism() -> None:
-  # A warning, since a run hides this library's messages below that level.
+  # This is a warning because runs hide this library's messages below that.
   logging.warning(
-    'TensorFlow is deterministic from now on (enable_op_determinism), so that a'
-    ' resumed run reads the same data; op_determinism=False leaves it as it is.'
+    'Made TensorFlow deterministic (enable_op_determinism), so that a resumed'
+    ' run reads the same data. To leave it as it is, set op_determinism=False.'
   )
   import_tensorflow().config.experimental.enable_op_determinism()
 
 
 def derive_seed(seed: int, epoch: int) -> int:
-  """Returns the seed of an epoch, in [0, 2**30): the same everywhere."""
+  """Returns the seed of an epoch, in [0, 2**30), the same on all machines."""
   digest = hashlib.sha256(f'{seed}/{epoch}'.encode()).digest()
-  # SeqIO adds to seeds, and some operations take 32 bits with a sign.
+  # 30 bits leave room for SeqIO, which adds to seeds, in signed 32 bits.
   return int.from_bytes(digest[:4], 'big') % 2**30
 
 
 def build(
   seed: int, make: Callable[[int], Any], op_determinism: bool = True
 ) -> Any:
-  """Returns `make(seed)`; operations without a seed use this one.
+  """Returns `make(seed)`, with the seed as TensorFlow's global seed.
 
-  The seed becomes TensorFlow's global one, and its op determinism stays on.
+  If `op_determinism`, turns op determinism on for good.
   """
   with _building:
     import_tensorflow().random.set_seed(seed)
-    # Not before: without any seed, random operations would refuse from then on.
+    # Set the seed first, because with determinism but no global seed, random
+    # operations fail.
     if op_determinism:
       _enable_op_determinism()
     return make(seed)
@@ -95,33 +97,34 @@ def build(
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class EpochInput(base_input.Configured, base.ResumableInput):
-  """Reads datasets of one epoch each; a subclass builds them.
+  """Reads datasets of one epoch each, which a subclass builds.
 
-  With `ANY_NUMBER_OF_HOSTS`, the dataset is that of all hosts, and a host keeps
-  its rows of each global batch; without, it is that of one host.
+  If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts, and each
+  host keeps its rows of each global batch. Otherwise, a dataset has the records
+  of one host.
 
   Attributes:
-    op_determinism: whether TensorFlow is made deterministic.
+    op_determinism: Whether to make TensorFlow deterministic.
   """
 
   op_determinism: bool = True
 
-  # The epoch, and the number of its records that were given.
+  # The epoch, and the number of its records read so far.
   FIRST: ClassVar[Any] = {'epoch': 0, 'record': 0}
 
   def __post_init__(self) -> None:
     super().__post_init__()
     import_tensorflow()
 
-  # What a subclass overrides.
+  # Methods that a subclass overrides.
 
   @abc.abstractmethod
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
     """Returns one epoch as a `tf.data.Dataset` of records.
 
     Args:
-      seed: of this epoch.
-      host_index: whose part, where a dataset is that of one host.
+      seed: Seed of the epoch.
+      host_index: Host whose part to return, if a dataset is for one host.
 
     Returns:
       A dataset of dicts of tensors of fixed shapes.
@@ -141,7 +144,7 @@ class EpochInput(base_input.Configured, base.ResumableInput):
     # Whether other hosts may have more or fewer records.
     is_part = not (is_global or self.repeat or self.num_infeed_hosts == 1)
     epoch, record = position['epoch'], position['record']
-    # Epoch -> its records, for epochs that were read to their end.
+    # Epoch -> number of records, for epochs that were read to the end.
     sizes: dict[int, int] = {}
     for batch in rebatch(self._records(epoch, record, rows, sizes), rows):
       record += rows
@@ -184,12 +187,13 @@ class EpochInput(base_input.Configured, base.ResumableInput):
     endless = import_tensorflow().data.INFINITE_CARDINALITY
     if not self.repeat and dataset.cardinality() == endless:
       raise errors.UsageError(
-        f'{self.name}.dataset has no end, and repeat=False: omit .repeat().'
+        f'{self.name}.dataset has no end, but repeat is False. Remove .repeat()'
+        ' from the dataset.'
       )
     return dataset
 
   def _batched(self, dataset: Any, rows: int) -> Iterator[dict[str, Any]]:
-    """Returns arrays of `rows` records each; the last may have fewer."""
+    """Returns batches of `rows` records. The last may have fewer."""
     tf = import_tensorflow()
     options = tf.data.Options()
     options.deterministic = True
@@ -197,14 +201,14 @@ class EpochInput(base_input.Configured, base.ResumableInput):
     records = dataset.with_options(options).as_numpy_iterator()
     return map(functools.partial(to_batch, self), records)
 
-  # For an epoch of several parts, which ends on all hosts together.
+  # For an epoch of several parts, which must end on all hosts together.
 
   def _parts(self) -> Iterator[Any]:
     return (self._build(0, host) for host in range(self.num_infeed_hosts or 1))
 
   @functools.cached_property
   def _num_batches(self) -> int:
-    """The number of batches of each host; counted where tf.data cannot tell."""
+    """Number of batches of each host, counted if tf.data does not know it."""
     sizes = []
     for part in self._parts():
       if (size := int(part.cardinality())) < 0:
@@ -214,7 +218,7 @@ class EpochInput(base_input.Configured, base.ResumableInput):
 
   @functools.cached_property
   def _no_rows(self) -> dict[str, Any]:
-    """A batch without rows; this host's part may have none to take it from."""
+    """A batch without rows, from any part: this host's part may be empty."""
     rows = (
       row for part in self._parts() for row in self._batched(part.take(1), 1)
     )
@@ -231,17 +235,18 @@ class EpochInput(base_input.Configured, base.ResumableInput):
 class TfDataInput(EpochInput):
   """The `tf.data.Dataset` of a function, divided among the hosts.
 
-  Tensors of strings are left out in training and with several hosts, since no
-  device holds them.
+  String tensors are left out in training and with several hosts, because
+  devices cannot hold them.
 
   Attributes:
-    dataset: called as `dataset(seed=...)` for each epoch; returns the epoch of
-      all hosts, as a dataset of single records: dicts (of dicts) of tensors,
-      all records of the same shapes. In the same order on all hosts.
-    shuffle_buffer_size: among how many records to draw the next, as
-      `tf.data.Dataset.shuffle` does. None keeps the order of the dataset.
-    data_version: a version of the data that the function reads. A position is
-      refused if this has changed; the data itself is not compared.
+    dataset: Function, called as `dataset(seed=...)` for each epoch. It returns
+      all records of the epoch as a dataset, in the same order on all hosts. A
+      record is a dict (of dicts) of tensors, whose shapes are the same for all
+      records.
+    shuffle_buffer_size: Buffer size of `tf.data.Dataset.shuffle`. If None, the
+      dataset is not shuffled.
+    data_version: Version of the data that the function reads. A position with a
+      different version is rejected; the data itself is not compared.
   """
 
   dataset: Callable[..., Any]
@@ -268,12 +273,13 @@ class TfDataInput(EpochInput):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ShardedTfDataInput(TfDataInput):
-  """The part of the data that a function returns for this host.
+  """A `TfDataInput` whose function returns a separate part for each host.
 
   Attributes:
-    dataset: called as `dataset(seed=..., host_index=..., num_hosts=...)`, also
-      for other hosts than this one (to count); returns the part of that host
-      in this epoch. The parts must not overlap; they may differ in size.
+    dataset: Function, called as `dataset(seed=..., host_index=...,
+      num_hosts=...)`. It returns the host's part of the epoch. The parts must
+      not overlap, but may differ in size. To count records, a host calls the
+      function for the other hosts too.
   """
 
   ANY_NUMBER_OF_HOSTS: ClassVar[bool] = False
@@ -285,7 +291,7 @@ def choose(batch: Any, rows: slice) -> Any:
 
 
 def host_rows(source: base.BaseInput, batch: Any) -> Any:
-  """Returns the rows of a global batch that are those of an input's host."""
+  """Returns the rows of a global batch that belong to an input's host."""
   assert source.infeed_host_index is not None
   if source.num_infeed_hosts == 1:
     return batch
@@ -294,7 +300,7 @@ def host_rows(source: base.BaseInput, batch: Any) -> Any:
 
 
 def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
-  """Yields the rows of batches, `rows` at a time; the last may have fewer."""
+  """Regroups batches into batches of `rows` rows. The last may have fewer."""
   parts: list[Any] = []
   have = 0
 
@@ -320,15 +326,15 @@ def rebatch(batches: Iterable[Any], rows: int) -> Iterator[Any]:
 
 
 def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
-  """Returns mappings, lists and tuples of tensors as a batch of an input.
+  """Converts mappings, lists and tuples of tensors to a batch of an input.
 
-  Strings are left out where devices would get them: in training and with
-  several hosts.
+  Strings are left out in training and with several hosts, because the batch
+  then goes to devices.
   """
   keep_strings = not source.is_training and source.num_infeed_hosts == 1
 
   def convert(x: Any, path: str) -> Any:
-    """Returns dicts and lists of arrays; None where nothing is left."""
+    """Returns dicts and lists of arrays, or None if nothing is left."""
     if isinstance(x, Mapping):
       found = {key: convert(value, f'{path}.{key}') for key, value in x.items()}
       return {key: y for key, y in found.items() if y is not None} or None
@@ -340,14 +346,15 @@ def to_batch(source: base.BaseInput, given: Any) -> dict[str, Any]:
       return array
     if not all(isinstance(v, bytes | str) for v in array.flat):
       raise TypeError(
-        f'The entry {path[1:]} is {type(x).__name__}; expected a dense tensor.'
+        f'The entry {path[1:]} is a {type(x).__name__}; expected a dense'
+        ' tensor.'
       )
     return array if keep_strings else None
 
   batch = convert(given, '')
   if not isinstance(batch, dict):
     raise TypeError(
-      f'The data of {source.name} is {type(given).__name__}; expected dicts (of'
-      ' dicts) of dense tensors, at least one of them of numbers.'
+      f'The data of {source.name} is a {type(given).__name__}; expected dicts'
+      ' (of dicts) of dense tensors, with at least one numeric tensor.'
     )
   return batch

@@ -1,4 +1,4 @@
-"""tf.data as input: uneven parts, the end of an epoch, what makes it exact.
+"""Tests of tf.data inputs: uneven parts, ends of epochs, determinism.
 
 `tests/promises/test_inputs.py` has the promises that all inputs share.
 """
@@ -33,7 +33,7 @@ def parts(*sizes):
   def dataset(seed, host_index, num_hosts):
     del seed
     assert num_hosts == len(sizes)
-    # tf.data does not know how many a filter lets through.
+    # tf.data does not know the number of records after a filter.
     return (
       tf.data.Dataset.range(100 * host_index, 100 * host_index + 50)
       .filter(lambda x: x < 100 * host_index + sizes[host_index])
@@ -59,14 +59,14 @@ def evaluate(**fields):
 
 
 def read(inputs, num_batches):
-  """Returns `x` of so many global batches, one list each."""
+  """Returns `x` of `num_batches` global batches, as lists."""
   return [
     np.concatenate([next(host)['x'] for host in inputs]).tolist()
     for _ in range(num_batches)
   ]
 
 
-# Who reads what.
+# Division among hosts.
 
 
 def test_shuffling_gives_each_epoch_an_order_of_its_own():
@@ -116,7 +116,7 @@ def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
       assert len(list(resumed)) == num_batches - given
 
 
-# Going on.
+# Resuming.
 
 
 def test_a_state_of_other_data_or_another_order_is_refused():
@@ -136,13 +136,13 @@ def test_a_state_of_other_data_or_another_order_is_refused():
 
 
 def test_seeds_of_epochs_never_change():
-  # A change would make saved positions mean other records.
+  # A change would make saved positions point to different records.
   seeds = [tfdata.derive_seed(9876, epoch) for epoch in (0, 2)]
   assert seeds == [1015467176, 578776331]
 
 
 def slowly(x, stateful=True):
-  """Gives `x` back; of each eight the first takes longest."""
+  """Returns `x`. The first of every eight records takes longest."""
 
   def work(x):
     time.sleep((7 - x % 8) / 1000)
@@ -205,9 +205,9 @@ def test_determinism_is_turned_on_in_the_open_or_not_at_all(
   inputs = train(
     dataset=numbers(3), batch_size=2, op_determinism=op_determinism
   )
-  assert not calls  # Neither the import nor the construction does it.
+  assert not calls  # Import and construction do not enable it.
   read([inputs], 4)
-  shown = list(filter(console.is_shown, caplog.records))  # As a run has it.
+  shown = list(filter(console.is_shown, caplog.records))  # The log of a run.
   assert len(calls) == len(shown) == op_determinism
   tfdata._enable_op_determinism.cache_clear()
 
@@ -250,7 +250,7 @@ def test_a_broken_file_is_an_error_again_and_again(tmp_path):
 
   inputs = train(dataset=dataset, batch_size=4, name='broken')
   assert read([inputs], 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-  for _ in range(2):  # Never mistaken for the end.
+  for _ in range(2):  # The error is not mistaken for the end.
     with pytest.raises(tf.errors.DataLossError) as caught:
       next(inputs)
     note = caught.value.__notes__[0]

@@ -1,6 +1,6 @@
-"""The layers, by name."""
+"""Re-exports all layers, under Praxis's names."""
 
-# ruff: noqa: F401 (others import them from here.)
+# ruff: noqa: F401 (other modules import these names from here)
 
 from examples.pax import hparams
 from examples.pax.layers.activations import GELU

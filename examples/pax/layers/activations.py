@@ -1,4 +1,4 @@
-"""Activations: functions of each number by itself, without variables."""
+"""Activations: elementwise functions without variables."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ from examples.pax import base_layer
 
 
 class BaseActivation(base_layer.BaseLayer):
-  """What all activations are: `__call__(inputs)` returns the same shape."""
+  """The base of activations. `__call__(inputs)` returns the same shape."""
 
 
 class Identity(BaseActivation):
-  """The inputs themselves."""
+  """Returns the inputs unchanged."""
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     return inputs
@@ -27,10 +27,8 @@ class ReLU(BaseActivation):
 class GELU(BaseActivation):
   """x times the normal distribution function of x (Hendrycks and Gimpel, 2016).
 
-  With `approximate`, a tanh takes its place.
-
   Attributes:
-    approximate: whether by tanh.
+    approximate: Whether to approximate the distribution function by a tanh.
   """
 
   approximate: bool = True
@@ -47,7 +45,7 @@ class SiLU(BaseActivation):
 
 
 class Swish(SiLU):
-  """`SiLU`, by the name of Ramachandran et al. (2017)."""
+  """`SiLU`, under the name of Ramachandran et al. (2017)."""
 
 
 class Tanh(BaseActivation):

@@ -1,8 +1,8 @@
 """Attention: self-, cross- and grouped attention, with and without a cache.
 
 Shapes: B batch, L length (queries), M keys, D width, H heads, G heads of keys
-and values (each for H / G heads of queries), K head dim, S matrices side by
-side in one product.
+and values (each serves H / G heads of queries), K head dim, S stacked matrices
+of one product.
 """
 
 import functools
@@ -26,25 +26,24 @@ WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-# Keys and values, by these names: [B, M, G, K], or [B, G, M, K] where
-# `extend_step` adds to them.
+# 'key' and 'value', each [B, M, G, K], or [B, G, M, K] if `extend_step` extends
+# them.
 Cache = dict[str, jax.Array]
 
 
 class Context(NamedTuple):
-  """What attention sees beside its input; None is without.
+  """Inputs of attention besides the sequence itself, all optional.
 
   Attributes:
-    segment_ids: the document that each token is of, [B, L]: in self-attention
-      none sees another. None is one a row.
-    position: of each token, [B, L], or, but in a pipeline, [L] of all rows:
-      what rotary positions turn by; None counts from 0.
-    seen: bool [B, L]; False takes a key out of self-attention that is not
-      causal.
-    source: [B, T, D], what cross-attention attends to.
-    source_seen: bool [B, T]; False takes a position of it out.
-    rows: [B], the rows' numbers in the batch, which dropout depends on; None
-      counts from 0, as a pipeline does before it cuts the batch.
+    segment_ids: Index of each token's document, [B, L]. In self-attention, a
+      token sees only its own document. If None, each row is one document.
+    position: Positions for rotary embeddings, [B, L], or, except in a pipeline,
+      [L] for all rows. If None, they count from 0.
+    seen: Keys that non-causal self-attention sees, bool [B, L].
+    source: Sequence that cross-attention attends to, [B, T, D].
+    source_seen: Positions of `source` that cross-attention sees, bool [B, T].
+    rows: Indices of the rows in the batch, [B], on which dropout depends. If
+      None, they count from 0. A pipeline sets them before it splits the batch.
   """
 
   segment_ids: jax.Array | None = None
@@ -56,21 +55,20 @@ class Context(NamedTuple):
 
 
 class Projection(base_layer.BaseLayer):
-  """A product with a weight `w`, and a bias `b`.
+  """An einsum of the inputs with a weight `w`, plus a bias `b`.
 
-  Its `spec` says what is what: in 'BLD,DSHK->BLSHK', D is summed over, and the
-  bias is [S, H, K].
+  With the spec 'BLD,DSHK->BLSHK', the product sums over D, and the bias is
+  [S, H, K].
 
   Attributes:
-    spec: of the inputs, the weight and the outputs; as for `jnp.einsum`, with
-      one letter for each dimension.
-    shape: of the weight.
-    axes: of the weight; see `base_layer.SplitDims`.
-    fan_in_axes: for the initial value; see `base_layer.WeightHParams`.
-    fan_out_axes: likewise.
-    batch_axes: likewise.
-    use_bias: whether there is a bias.
-    use_fp8: whether the product is one of 8-bit numbers; see `fp8`.
+    spec: Einsum of the inputs and the weight, with one letter per dimension.
+    shape: Shape of the weight.
+    axes: Axes of the weight; see `base_layer.SplitDims`.
+    fan_in_axes: Input dimensions of the weight; see `base_layer.WeightHParams`.
+    fan_out_axes: Output dimensions of the weight.
+    batch_axes: Batch dimensions of the weight.
+    use_bias: Whether to add a bias.
+    use_fp8: Whether to multiply in 8-bit floating point; see `fp8`.
   """
 
   spec: str = ''
@@ -129,9 +127,10 @@ class Projection(base_layer.BaseLayer):
 
 
 class PerDimScale(base_layer.BaseLayer):
-  """Scales each dimension of a head's queries, by 1 where the weight is 0.
+  """Scales each dimension of a head's queries with a trained factor.
 
-  Its variable is `per_dim_scale` [K]; see `transformer.query_scale`.
+  The factor is 1 where the variable, `per_dim_scale` [K], is 0. See
+  `transformer.query_scale`.
 
   Attributes:
     dim: K.
@@ -159,36 +158,36 @@ class PerDimScale(base_layer.BaseLayer):
 class DotProductAttention(base_layer.BaseLayer):
   """Multi-head attention (Vaswani et al., 2017).
 
-  Of a sequence over itself, by `__call__`, or token by token by `extend_step`;
-  or of one over another (`Context.source`), by `__call__`, or by
+  For self-attention, use `__call__`, or `extend_step` to decode token by token.
+  For cross-attention over `Context.source`, use `__call__`, or
   `keys_and_values` once and `attend_to` for each part of the queries.
 
   Attributes:
-    input_dim: D, of the queries, the keys and the outputs.
-    hidden_dim: H K, where `dim_per_head` does not say K; 0 is `input_dim`.
-    num_heads: H.
-    num_kv_heads: G, which divides H (Ainslie et al., 2023); None is H.
-    dim_per_head: K; None is `hidden_dim` / H.
-    use_bias: whether there is a bias in the products with weights.
-    atten_logit_cap: c tanh(score / c) takes the place of the scores; 0 leaves
-      them. Needs 'einsum' on GPU.
-    atten_dropout_prob: part of the softmax's weights that is dropped in
-      training. Needs 'einsum'.
-    internal_enable_per_dim_scale: whether queries have a `PerDimScale`; None is
-      yes unless `num_kv_heads` is set. Praxis's class for that has none.
-    use_rotary_position_emb: whether queries and keys are turned by their
+    input_dim: D, the width of the inputs and the outputs.
+    hidden_dim: H K. If 0, `input_dim`, unless `dim_per_head` is set.
+    num_heads: H, the number of query heads.
+    num_kv_heads: G, a divisor of H (Ainslie et al., 2023). If None, H.
+    dim_per_head: K. If None, `hidden_dim` / H.
+    use_bias: Whether the projections have biases.
+    atten_logit_cap: Soft cap c: scores become c tanh(score / c). If 0, they are
+      not capped. On a GPU, a cap needs the 'einsum' implementation.
+    atten_dropout_prob: Dropout rate of the attention weights. Needs the
+      'einsum' implementation.
+    internal_enable_per_dim_scale: Whether to scale queries by `PerDimScale`. If
+      None, they are scaled unless `num_kv_heads` is set, because Praxis's class
+      for grouped attention has no such scale.
+    use_rotary_position_emb: Whether to rotate queries and keys by their
       positions.
-    combine_qkv: whether queries, keys and values are one product, which is
-      faster; where queries have as many heads as these, and are of the same
-      sequence.
-    is_causal: whether a query sees no later position than its own.
-    is_cross_attention: whether keys and values are of another sequence. Then
-      nothing is causal, and nothing is turned.
-    attention_impl: one of `transformer.ATTENTIONS`, for causal attention
-      without a cache: see `transformer.causal_attention`. Other attention is
-      'einsum' always.
-    proj_tpl: the products with weights.
-    rotary_position_emb_tpl: what turns.
+    combine_qkv: Whether to compute queries, keys and values as one product,
+      which is faster. Only for self-attention with G = H; ignored otherwise.
+    is_causal: Whether a query sees no position after its own.
+    is_cross_attention: Whether keys and values come from a different sequence.
+      If so, attention is neither causal nor rotary.
+    attention_impl: One of `transformer.ATTENTIONS`, for causal attention
+      without a cache: see `transformer.causal_attention`. All other attention
+      uses 'einsum'.
+    proj_tpl: Template of the projections.
+    rotary_position_emb_tpl: Template of the rotary embedding.
   """
 
   input_dim: int = 0
@@ -214,9 +213,9 @@ class DotProductAttention(base_layer.BaseLayer):
     p = self.hparams
     self._check()
     groups = self._groups
-    # The fans of the initial values are those of Praxis: H counts as inputs, K
-    # as outputs, and both are multiplied by D, in `combined_qkv` also by S.
-    # Keys and values of one head for all queries are a matrix [D, K] there.
+    # Initializers use Praxis's fans: H counts as inputs and K as outputs. Both
+    # are multiplied by D, and in `combined_qkv` by S too. With a single head of
+    # keys and values, Praxis has a matrix [D, K] instead.
     if self._is_one_product:
       self._create_projection('combined_qkv', groups, 3)
     else:
@@ -234,12 +233,12 @@ class DotProductAttention(base_layer.BaseLayer):
       fan_out_axes=(1,),
       use_bias=p.use_bias,
     )
-    if self._scales_dims:
+    if self._has_per_dim_scale:
       self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
     self.create_child(
       'atten_dropout', **stochastics.dropout(p.atten_dropout_prob)
     )
-    if self._turns:
+    if self._is_rotary:
       self.create_child(
         'rotary_position_emb',
         p.rotary_position_emb_tpl,
@@ -252,8 +251,8 @@ class DotProductAttention(base_layer.BaseLayer):
     if width and width != p.num_heads * self._width:
       raise errors.UsageError(
         f'{name} has num_heads {p.num_heads} and dim_per_head {p.dim_per_head}'
-        f' for a width of {width}; expected their product, or a multiple of'
-        ' num_heads and no dim_per_head.'
+        f' for a width of {width}; expected the width to be their product, or a'
+        ' multiple of num_heads if dim_per_head is None.'
       )
     errors.check_names(
       [p.attention_impl], transformer.ATTENTIONS, 'attention_impl', name
@@ -271,20 +270,20 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.hparams.num_kv_heads or self.hparams.num_heads
 
   @property
-  def _scales_dims(self) -> bool:
+  def _has_per_dim_scale(self) -> bool:
     p = self.hparams
     if p.internal_enable_per_dim_scale is None:
       return p.num_kv_heads is None
     return p.internal_enable_per_dim_scale
 
   @property
-  def _turns(self) -> bool:
+  def _is_rotary(self) -> bool:
     p = self.hparams
     return p.use_rotary_position_emb and not p.is_cross_attention
 
   @property
   def _is_one_product(self) -> bool:
-    """Whether queries, keys and values are one."""
+    """Whether queries, keys and values are computed as one product."""
     p = self.hparams
     return (
       p.combine_qkv and not p.is_cross_attention and self._groups == p.num_heads
@@ -309,17 +308,17 @@ class DotProductAttention(base_layer.BaseLayer):
   def __call__(
     self, inputs: jax.Array, context: Context | None = None
   ) -> jax.Array:
-    """Attends.
+    """Computes attention over a whole sequence.
 
     Args:
-      inputs: [B, L, D], what the queries are of.
-      context: what else it sees.
+      inputs: Sequence of the queries, [B, L, D].
+      context: Other inputs. If None, all are None.
 
     Returns:
       [B, L, D].
 
     Raises:
-      ValueError: this attention is causal, and there is `seen`.
+      ValueError: The attention is causal, and `context.seen` is set.
     """
     p = self.hparams
     context = context or Context()
@@ -328,13 +327,14 @@ class DotProductAttention(base_layer.BaseLayer):
       return self.attend_to(inputs, cache, context)
     if p.is_causal and context.seen is not None:
       raise ValueError(
-        f'{self.module_name} is causal, and takes no `seen`: put padding last.'
+        f'{self.module_name} is causal, so it accepts no `seen`. Put padding at'
+        ' the end of the rows instead.'
       )
     segments = context.segment_ids
     q, k, v = self._qkv(inputs, context.position)
     if not p.is_causal:
       pair = None if segments is None else (segments, segments)
-      return self._mixed(q, k, v, context.seen, context.rows, pair)
+      return self._attend(q, k, v, context.seen, context.rows, pair)
     mixed, _ = transformer.causal_attention(
       q,
       k,
@@ -347,11 +347,11 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.post(mixed)
 
   def empty_cache(self, batch: int, length: int) -> Cache:
-    """Returns room for keys and values, for `extend_step`.
+    """Returns an empty cache for `extend_step`.
 
     Args:
       batch: B.
-      length: M, as many positions as there shall be.
+      length: M, the largest number of positions.
     """
     shape = (batch, self._groups, length, self._width)
     room = jnp.zeros(shape, self.fprop_dtype)
@@ -363,26 +363,25 @@ class DotProductAttention(base_layer.BaseLayer):
     cache: Cache,
     start: int | jax.Array,
   ) -> tuple[jax.Array, Cache]:
-    """Attends causally with the next tokens to themselves and those before.
+    """Computes causal attention of the next tokens, with a cache.
 
     Args:
-      inputs: [B, L, D], at the positions from `start`.
-      cache: of `empty_cache`, or the call before.
-      start: of all rows, or [B] of each.
+      inputs: Next tokens, [B, L, D], at the positions from `start`.
+      cache: Cache from `empty_cache` or from the previous call.
+      start: First position, for all rows, or [B] for each row.
 
     Returns:
-      [B, L, D], and the cache.
+      The outputs [B, L, D] and the extended cache.
 
     Raises:
-      ValueError: this attention is not causal, or not of a sequence over
-        itself.
+      ValueError: This is not causal self-attention.
     """
     p = self.hparams
     if not p.is_causal or p.is_cross_attention:
       raise ValueError(
         f'{self.module_name} has is_causal={p.is_causal} and'
-        f' is_cross_attention={p.is_cross_attention}; only causal attention of'
-        ' a sequence over itself can be extended.'
+        f' is_cross_attention={p.is_cross_attention}; only causal'
+        ' self-attention can be extended.'
       )
     position = transformer.positions_from(start, inputs.shape[1])
     q, k, v = self._qkv(inputs, position)
@@ -399,10 +398,10 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
 
   def keys_and_values(self, source: jax.Array) -> Cache:
-    """Returns what queries attend to, for `attend_to`.
+    """Returns the keys and values of a sequence, for `attend_to`.
 
     Args:
-      source: [B, M, D].
+      source: The sequence, [B, M, D].
     """
     return {
       'key': self._split(self.key(source)),
@@ -412,20 +411,20 @@ class DotProductAttention(base_layer.BaseLayer):
   def attend_to(
     self, inputs: jax.Array, cache: Cache, context: Context
   ) -> jax.Array:
-    """Attends to all of another sequence.
+    """Computes cross-attention.
 
     Args:
-      inputs: [B, L, D], what the queries are of.
-      cache: of `keys_and_values`.
-      context: only `source_seen` and `rows` count.
+      inputs: Sequence of the queries, [B, L, D].
+      cache: Result of `keys_and_values`.
+      context: Other inputs, of which `source_seen` and `rows` are used.
 
     Returns:
       [B, L, D].
     """
-    q = self._scaled(self._split(self.query(inputs)))
-    return self._mixed(q, **cache, seen=context.source_seen, rows=context.rows)
+    q = self._scale(self._split(self.query(inputs)))
+    return self._attend(q, **cache, seen=context.source_seen, rows=context.rows)
 
-  def _mixed(
+  def _attend(
     self,
     q_BLHK: jax.Array,
     key: jax.Array,
@@ -434,7 +433,7 @@ class DotProductAttention(base_layer.BaseLayer):
     rows: jax.Array | None,
     segments: transformer.Segments = None,
   ) -> jax.Array:
-    """Returns attention that is not causal, [B, L, D]."""
+    """Computes non-causal attention, [B, L, D]."""
     mixed = transformer.attend(
       q_BLHK,
       key,
@@ -461,23 +460,23 @@ class DotProductAttention(base_layer.BaseLayer):
     else:
       q = self._split(self.query(x_BLD))
       k, v = self.keys_and_values(x_BLD).values()
-    if self._turns:
+    if self._is_rotary:
       if position is None:
         position = jnp.arange(x_BLD.shape[1])
       q = self.rotary_position_emb(q, position)
       k = self.rotary_position_emb(k, position)
-    # After the rotation, as in Praxis: the two dimensions of a pair may have
-    # different scales.
-    return self._scaled(q), k, v
+    # Praxis scales after the rotation, too. The order matters, because the two
+    # dimensions of a rotated pair may have different scales.
+    return self._scale(q), k, v
 
   def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
-    """Returns what is side by side in a product."""
+    """Projects the inputs and splits the product into its S parts."""
     return [self._split(x) for x in transformer.parts(projection(x_BLD))]
 
   def _split(self, x_BLHK: jax.Array) -> jax.Array:
     return self.shard(x_BLHK, transformer.HEADS, 'heads')
 
-  def _scaled(self, q_BLHK: jax.Array) -> jax.Array:
-    if self._scales_dims:
+  def _scale(self, q_BLHK: jax.Array) -> jax.Array:
+    if self._has_per_dim_scale:
       return self.per_dim_scale(q_BLHK)
     return q_BLHK

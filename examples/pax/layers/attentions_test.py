@@ -27,7 +27,7 @@ def _random(*shape, seed=0):
 
 
 def _made(**fields):
-  """Returns the layer, and variables none of which is what it starts as."""
+  """Returns a layer and random variables."""
   hparams = attentions.DotProductAttention.HParams(
     input_dim=D, num_heads=H, dim_per_head=K, **fields
   )
@@ -48,11 +48,11 @@ def _weights(variables):
   }
 
 
-# ---- An independent program: float64, one head and one query at a time.
+# ---- A separate program: float64, one head and one query at a time.
 
 
 def _numpy_turn(vector, position):
-  """Turns pairs as complex numbers."""
+  """Rotates pairs as complex numbers."""
   half = len(vector) // 2
   pairs = vector[:half] + 1j * vector[half:]
   pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
@@ -146,7 +146,7 @@ def test_rotation_and_scale_have_praxis_numbers():
       'a/query': {'w': sines(0, 6, 2, 4)},
       'a/key': {'w': sines(1, 6, 2, 4)},
       'a/value': {'w': sines(2, 6, 2, 4)},
-      # In Praxis [D, H, K].
+      # Praxis's weight is [D, H, K].
       'a/post': {'w': np.moveaxis(sines(3, 6, 2, 4), 0, 2)},
       'a/per_dim_scale': {'per_dim_scale': sines(4, 4)},
     }
@@ -190,7 +190,7 @@ def test_a_cache_gives_what_the_whole_sequence_does():
     first, cache = layer.apply(
       variables, x[:, :3], cache, 0, method='extend_step'
     )
-    # The second row goes back by one, over what is there.
+    # The second row steps back by one and overwrites the cache.
     start = jnp.array([3, 2])
     late = jnp.stack([x[0, 3:], x[1, 2:4]])
     second, _ = layer.apply(variables, late, cache, start, method='extend_step')
@@ -206,12 +206,12 @@ def test_attention_over_another_sequence():
   layer, variables = _made(
     is_cross_attention=True,
     num_kv_heads=2,
-    use_rotary_position_emb=True,  # Of which this has none.
+    use_rotary_position_emb=True,  # Cross-attention ignores this.
     atten_logit_cap=2.0,
   )
   x, source = _random(B, L, D), _random(B, M, D, seed=2)
   seen = np.ones([B, M], bool)
-  seen[0, 4:], seen[1] = False, False  # The second row sees nothing.
+  seen[0, 4:], seen[1] = False, False  # The second row has no source.
   actual = jax.jit(
     lambda v, x, source: layer.apply(
       v, x, Context(source=source, source_seen=jnp.asarray(seen))
@@ -285,7 +285,7 @@ def test_only_causal_attention_over_itself_is_extended(fields):
       {'combine_qkv': False, 'num_kv_heads': 1},
       {'query': 0.0968246, 'key': 0.3535537, 'value': 0.3535537},
     ),
-    # Not in Praxis: as if they were two.
+    # Praxis lacks this. The limits are as for two products.
     (
       {'combine_qkv': False, 'is_cross_attention': True},
       {'query': 0.0968246, 'key': 0.0968246, 'value': 0.0968246},
@@ -306,7 +306,7 @@ def test_initial_weights_have_praxis_limits(fields, limits):
   for name, limit in (limits | {'post': 0.0968246}).items():
     own = params[f'dot_product_attention/{name}']
     most = np.abs(own['w']).max()
-    # The largest of 512 uniform numbers, or of more.
+    # This is the largest of at least 512 uniform numbers.
     assert 0.98 * limit < most < 1.00001 * limit, name
     assert np.std(own['w']) == pytest.approx(limit / 3**0.5, rel=0.06), name
     assert not own['b'].any()
@@ -357,7 +357,7 @@ def test_templates_of_fiddle_make_projections_of_their_own():
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
-    ({'hidden_dim': 7}, 'expected their product'),
+    ({'hidden_dim': 7}, 'be their product'),
     ({'attention_impl': 'cudnn'}, "'cudnn' in .*; expected some of"),
     ({'num_heads': 0}, 'expected positive integers'),
     ({'dim_per_head': 3, 'use_rotary_position_emb': True}, 'an even'),
@@ -374,13 +374,13 @@ def test_what_makes_no_attention_is_refused(fields, match):
 @pytest.mark.parametrize(
   ('fields', 'context', 'match'),
   [
-    ({'num_kv_heads': 3}, {}, 'must divide those of queries; got 3 for 4'),
+    ({'num_kv_heads': 3}, {}, 'must divide .*; got 3 for 4'),
     (
       {'attention_impl': 'flash', 'atten_dropout_prob': 0.1},
       {},
       "Dropout needs .*got 'flash'",
     ),
-    ({}, {'seen': np.ones([B, L], bool)}, 'put padding last'),
+    ({}, {'seen': np.ones([B, L], bool)}, 'accepts no `seen`'),
   ],
 )
 def test_what_attention_does_not_take_is_refused(fields, context, match):
@@ -388,7 +388,7 @@ def test_what_attention_does_not_take_is_refused(fields, context, match):
   x, key = _random(B, L, D), jax.random.key(0)
   with pytest.raises(ValueError, match=match):
     jax.eval_shape(
-      # Nothing is computed.
+      # Only the shapes are computed.
       lambda v: layer.apply(v, x, Context(**context), rng=key),
       variables,
     )
@@ -403,10 +403,10 @@ def test_a_projection_says_what_its_shape_lacks():
 
 
 def test_a_product_in_fp8_is_that_of_praxis():
-  """Of Fp8EinsumOp of praxis 1.4.0, jax 0.4.26, flax 0.8.2, Python 3.10.
+  """Fp8EinsumOp of praxis 1.4.0, jax 0.4.26, flax 0.8.2, Python 3.10.
 
-  Three steps in float32, whose inputs, weights and gradients of the output are
-  those below; the scales of a step come from those before.
+  Three steps in float32 with the inputs, weights and output gradients below.
+  The scales of a step come from the earlier steps.
   """
   pytest.importorskip('flax')
   layer = attentions.Projection.HParams(

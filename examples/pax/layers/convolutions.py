@@ -1,6 +1,6 @@
-"""Convolutions, and pooling of images.
+"""Convolutions and pooling of images.
 
-Shapes: B images, H rows, W columns, C and D channels in and out.
+Shapes: B images, H rows, W columns, C input channels, D output channels.
 """
 
 from typing import Any
@@ -22,20 +22,20 @@ _PADDINGS = ('SAME', 'VALID')
 
 
 class Conv2D(base_layer.BaseLayer):
-  """A convolution of images: `w` [height, width, C, D], and `b` [D] if wanted.
+  """A convolution of images with `w` [height, width, C, D], and a bias `b` [D].
 
-  The name of the variables' axis of outputs is 'embed': where weights are split
-  ('fsdp'), each device keeps some of the outputs' filters.
+  The output axis of `w` is 'embed'. If weights are split ('fsdp'), each device
+  keeps the filters of some outputs.
 
   Attributes:
-    filter_shape: height, width, channels in (C), channels out (D).
-    filter_stride: rows and columns from one output to the next.
-    padding: 'SAME' pads by the size of the filter less 1, half of it before
-      (rounded down) and half behind; 'VALID' does not pad. With 'SAME' there
-      is an output for each stride begun.
-    tf_equivalent_padding: whether 'SAME' pads as TensorFlow does: only as
-      much as those outputs need, which differs where the stride is not 1.
-    bias: whether there is one.
+    filter_shape: Height, width, input channels (C) and output channels (D).
+    filter_stride: Vertical and horizontal distance between outputs.
+    padding: 'SAME' or 'VALID'. 'SAME' pads by the size of the filter minus 1,
+      half of it (rounded down) before and half after the image, which gives
+      ceil(size / stride) outputs. 'VALID' does not pad.
+    tf_equivalent_padding: Whether 'SAME' pads like TensorFlow: no more than
+      these outputs need. This differs if the stride is not 1.
+    bias: Whether to add a bias.
   """
 
   filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -61,10 +61,10 @@ class Conv2D(base_layer.BaseLayer):
       )
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-    """Convolves.
+    """Computes the convolution.
 
     Args:
-      x_BHWC: images.
+      x_BHWC: Images.
 
     Returns:
       [B, ceil(H / rows), ceil(W / columns), D] with 'SAME', in `fprop_dtype`.
@@ -86,14 +86,15 @@ class Conv2D(base_layer.BaseLayer):
 
 
 class ConvBNAct(base_layer.BaseLayer):
-  """A convolution, a normalisation and an activation.
+  """A convolution, a batch normalization and an activation.
 
-  The convolution has no bias: the normalisation would take it off again.
+  By default, the convolution has no bias, because the normalization would
+  cancel it.
 
   Attributes:
-    conv_tpl: of the convolution.
-    batch_norm_tpl: of the normalisation; `dim` is filled in.
-    activation_tpl: of the activation.
+    conv_tpl: Template of the convolution.
+    batch_norm_tpl: Template of the normalization. This layer sets `dim`.
+    activation_tpl: Template of the activation.
   """
 
   conv_tpl: Any = sub_config_field(Conv2D.HParams)
@@ -101,7 +102,7 @@ class ConvBNAct(base_layer.BaseLayer):
   activation_tpl: Any = sub_config_field(activations.ReLU.HParams)
 
   def setup(self) -> None:
-    """Creates the three."""
+    """Creates the three layers."""
     p = self.hparams
     self.create_child('conv', p.conv_tpl)
     dim = p.conv_tpl.filter_shape[3]
@@ -109,10 +110,10 @@ class ConvBNAct(base_layer.BaseLayer):
     self.create_child('activation', p.activation_tpl)
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-    """Runs the three, one after the other.
+    """Runs the three layers in sequence.
 
     Args:
-      x_BHWC: images.
+      x_BHWC: Images.
 
     Returns:
       [B, H', W', D]; see `Conv2D`.
@@ -121,11 +122,11 @@ class ConvBNAct(base_layer.BaseLayer):
 
 
 class MaxPool2D(base_layer.BaseLayer):
-  """The largest of each window, with 'SAME' padding.
+  """Max pooling with 'SAME' padding.
 
   Attributes:
-    window: rows and columns of a window.
-    stride: rows and columns from one to the next.
+    window: Rows and columns of a window.
+    stride: Vertical and horizontal distance between windows.
   """
 
   window: tuple[int, int] = (3, 3)
@@ -140,7 +141,7 @@ class MaxPool2D(base_layer.BaseLayer):
 
 
 class GlobalPooling(base_layer.BaseLayer):
-  """The mean over an image; JAX sums narrow types in float32."""
+  """Mean over each image. JAX sums narrow dtypes in float32."""
 
   def __call__(self, x_BHWC: jax.Array) -> jax.Array:
     """Returns [B, C]."""

@@ -1,4 +1,4 @@
-"""Convolutions and poolings against sums that NumPy and SciPy write out."""
+"""Tests of convolutions and pooling against NumPy and SciPy."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from examples.pax.layers import convolutions
 
 
 def _variables(layer, rng):
-  """Returns variables of random values, none of which is special."""
+  """Returns random variables."""
   return jax.tree.map(
     lambda weight: rng.uniform(0.5, 1.5, weight.shape).astype(weight.dtype),
     layer.abstract_init(),
@@ -19,9 +19,10 @@ def _variables(layer, rng):
 
 
 def _windows(x_BHWC, size, stride, filler):
-  """Returns [B, H', W', size, size, C]: windows as TensorFlow's SAME has them.
+  """Returns the windows of TensorFlow's SAME, [B, H', W', size, size, C].
 
-  There is one for each stride begun; of what lacks, the odd one comes last.
+  There are ceil(size / stride) windows. If the padding is odd, the end gets
+  one more.
   """
   counts = [-(-n // stride) for n in x_BHWC.shape[1:3]]
   lacks = [
@@ -88,7 +89,7 @@ def test_strided_convolutions_pad_as_praxis(size, stride, first, last):
   w = np.sin(0.7 * np.arange(size**2)).reshape(size, size, 1, 1)
   w /= np.sqrt(size**2 / 2)
   x_BHWC = np.sin(0.9 * np.arange(56)).reshape(1, 7, 8, 1)
-  # In float64, so that it is the same on every processor.
+  # float64 makes the results equal on all processors.
   with jax.enable_x64(True):
     got = np.ravel(layer.apply({'params': {'c': {'w': w}}}, x_BHWC))
   assert len(got) == {2: 16, 3: 9}[stride]
@@ -126,7 +127,7 @@ def test_first_values_have_the_variance_of_the_outputs_fan():
     params_init=base_layer.WeightInit.GaussianSqrtFanOut(2**0.5),
   ).Instantiate()
   (weights,) = jax.jit(layer.init)(jax.random.key(0))['params'].values()
-  # 18432 draws: their variance is within 5% of 2 / (3 * 3 * 32).
+  # The variance of 18432 draws is within 5% of 2 / (3 * 3 * 32).
   assert np.var(weights['w']) == pytest.approx(2 / (3 * 3 * 32), rel=0.05)
 
 
@@ -171,7 +172,7 @@ def test_max_pool_is_the_largest_of_each_window(dtype):
 
 
 def test_global_pooling_sums_in_float32():
-  # In bfloat16, a sum of ones stays at 256.
+  # A sum of ones in bfloat16 stays at 256.
   x_BHWC = jnp.ones((1, 32, 32, 2), jnp.bfloat16)
   layer = convolutions.GlobalPooling.HParams().Instantiate()
   got = layer.apply({'params': {}}, x_BHWC)

@@ -1,4 +1,4 @@
-"""The layers in another project, without the trainer."""
+"""Tests that the layers can be copied to a project without the trainer."""
 
 import os
 import pathlib

@@ -22,7 +22,7 @@ class Embedding(base_layer.BaseLayer):
   Attributes:
     num_classes: V.
     input_dims: D.
-    scale_sqrt_depth: whether the vectors are multiplied by sqrt(D).
+    scale_sqrt_depth: Whether to multiply the vectors by sqrt(D).
   """
 
   num_classes: int = 0
@@ -53,22 +53,17 @@ class Embedding(base_layer.BaseLayer):
 
 
 class _Softmax(base_layer.BaseLayer):
-  """The output layer: logits, and the cross entropy that is minimised.
+  """An output layer: logits, and their cross entropy.
 
   Attributes:
     num_classes: V.
     input_dims: D.
-    soft_cap_logits: c tanh(logit / c) takes the place of the logits; 0 leaves
-      them.
-    has_bias: whether there is a `bias`, [V].
-    chunks: pieces into which the sequence is cut for the loss, so that there
-      is only one piece's logits at a time; see
+    soft_cap_logits: Soft cap c: logits become c tanh(logit / c). If 0, they are
+      not capped.
+    has_bias: Whether there is a `bias`, [V].
+    chunks: Number of pieces into which the loss splits the sequence, to hold
+      the logits of only one piece in memory; see
       `transformer.chunked_cross_entropy`.
-    label_smoothing_prob: part of a label's probability that goes to all other
-      classes in equal parts.
-    label_smoothing_apply_for_eval: whether in evaluation too.
-    z_loss_weight: this times the mean squared logarithm of the softmax's
-      denominator is an auxiliary loss, `aux_z_loss`; 0 is none.
   """
 
   num_classes: int = 0
@@ -76,9 +71,6 @@ class _Softmax(base_layer.BaseLayer):
   soft_cap_logits: float = 0.0
   has_bias: bool = True
   chunks: int = 1
-  label_smoothing_prob: float = 0.0
-  label_smoothing_apply_for_eval: bool = True
-  z_loss_weight: float = 0.0
 
   def _create_bias(self) -> None:
     p = self.hparams
@@ -114,17 +106,20 @@ class _Softmax(base_layer.BaseLayer):
   def compute_loss(
     self, inputs: jax.Array, labels: jax.Array, weights: jax.Array
   ) -> dict[str, jax.Array]:
-    """Returns the cross entropy, in nats, and what else is to be reported.
+    """Returns the cross entropy in nats, and statistics of the predictions.
 
     Args:
-      inputs: [B, L, D], or, with one chunk, [B, D] of one label a row.
-      labels: integers below V, [B, L] or [B].
-      weights: of the labels; 0 takes one out. No gradient belongs to it.
+      inputs: [B, L, D], or, with one chunk, [B, D] for one label per row.
+      labels: Integers below V, [B, L] or [B].
+      weights: Weights of the labels, constant in the gradient. 0 ignores a
+        label.
 
     Returns:
-      In float32: `total_loss`, the weighted sum, which alone has a gradient;
-      `total_weight`, the sum of the weights; `per_token_xent`, as the labels,
-      not weighted; `correct`, the weighted number of labels that are likeliest.
+      A dict of float32 arrays. `total_loss` is the weighted sum of the cross
+      entropy, and the only entry with a gradient. `total_weight` is the sum of
+      the weights. `per_token_xent` is the unweighted cross entropy of each
+      label. `correct` is the weighted number of labels that the model ranks
+      first.
 
     Raises:
       ValueError: `chunks` does not divide L.
@@ -133,17 +128,12 @@ class _Softmax(base_layer.BaseLayer):
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     if p.chunks == 1:
       logits = self.get_logits(inputs)
-      xent = self.xent(logits, labels, weights)
+      xent = transformer.cross_entropy(logits, labels)
       hits = logits.argmax(axis=-1).astype(labels.dtype) == labels
       found = transformer.CrossEntropy(
         total=jnp.sum(xent * weights),
         correct=jnp.sum(jnp.where(hits, weights, 0)),
         nats_BL=jax.lax.stop_gradient(xent),
-      )
-    elif p.z_loss_weight:
-      raise ValueError(
-        f'{self.module_name}.z_loss_weight is {p.z_loss_weight}, which needs'
-        f' the logits of a whole row; got chunks={p.chunks}. Set chunks=1.'
       )
     else:
       found = transformer.chunked_cross_entropy(
@@ -153,7 +143,6 @@ class _Softmax(base_layer.BaseLayer):
         weights,
         chunks=p.chunks,
         cap=p.soft_cap_logits,
-        smoothing=self._smoothing(),
       )
     return {
       'total_loss': found.total,
@@ -162,34 +151,9 @@ class _Softmax(base_layer.BaseLayer):
       'correct': found.correct,
     }
 
-  def xent(
-    self, logits: jax.Array, labels: jax.Array, weights: jax.Array
-  ) -> jax.Array:
-    """Returns the cross entropy of each label; adds the z-loss.
-
-    Args:
-      logits: [..., V], of `get_logits`.
-      labels: integers [...]; or probabilities [..., V], which are not smoothed.
-      weights: [...], for the z-loss; 0 takes a label out.
-    """
-    if factor := self.hparams.z_loss_weight:
-      log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
-      squares = jnp.where(weights > 0, jnp.square(log_z), 0)
-      total = weights.sum()
-      z_loss = factor * jnp.sum(squares * weights) / jnp.where(total, total, 1)
-      self.add_summary('aux_z_loss', z_loss)
-      self.add_aux_loss('aux_z_loss', z_loss)
-    return transformer.cross_entropy(logits, labels, self._smoothing())
-
-  def _smoothing(self) -> float:
-    p = self.hparams
-    if self.do_eval and not p.label_smoothing_apply_for_eval:
-      return 0.0
-    return p.label_smoothing_prob
-
 
 class FullSoftmax(_Softmax):
-  """An output layer of its own: `w` [D, V], axes 'embed' and 'vocab'."""
+  """An output layer with a matrix `w` [D, V], axes 'embed' and 'vocab'."""
 
   def setup(self) -> None:
     p = self.hparams
@@ -207,12 +171,13 @@ class FullSoftmax(_Softmax):
 
 
 class SharedEmbeddingSoftmax(_Softmax):
-  """An output layer whose table also embeds the tokens (Press and Wolf, 2017).
+  """An output layer that shares its table with the embedding of tokens.
 
-  `emb_var` is [V, D], with the axes 'vocab' and 'embed'.
+  `emb_var` is [V, D], with the axes 'vocab' and 'embed'. See Press and Wolf
+  (2017).
 
   Attributes:
-    scale_sqrt_depth: whether embedded tokens are multiplied by sqrt(D).
+    scale_sqrt_depth: Whether to multiply embedded tokens by sqrt(D).
   """
 
   scale_sqrt_depth: bool = False
@@ -224,7 +189,7 @@ class SharedEmbeddingSoftmax(_Softmax):
       WeightHParams(
         (p.num_classes, p.input_dims),
         tensor_split_dims_mapping=('vocab', 'embed'),
-        # As the matrix of the output layer.
+        # Initialized as the matrix of the output layer.
         fan_in_axes=(1,),
         fan_out_axes=(0,),
       ),
@@ -244,10 +209,11 @@ class PositionalEmbedding(base_layer.BaseLayer):
 
   Attributes:
     embedding_dims: D, even.
-    min_timescale: as in Praxis the highest frequency, 2 pi over the shortest
-      period; despite its name not this period.
-    max_timescale: `max_timescale / min_timescale` is the highest frequency over
-      the lowest. With a `min_timescale` of 1, the longest period over 2 pi.
+    min_timescale: Highest angular frequency. Despite its name, and as in
+      Praxis, this is not the shortest period.
+    max_timescale: `max_timescale / min_timescale` is the ratio of the highest
+      to the lowest frequency. If `min_timescale` is 1, the longest period
+      divided by 2 pi.
   """
 
   embedding_dims: int = 0
@@ -272,7 +238,7 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
   """A trained vector for each position: `emb_var` [max_seq_length, D].
 
   Attributes:
-    max_seq_length: how many positions there are.
+    max_seq_length: Number of positions.
     embedding_dims: D.
   """
 
@@ -299,17 +265,17 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
     if position_BL.shape[-1] > most:
       raise errors.UsageError(
         f'Got sequences of {position_BL.shape[-1]} tokens; {self.module_name}'
-        f' has max_seq_length {most}. Cut them, or raise it.'
+        f' has max_seq_length {most}. Shorten the sequences, or increase it.'
       )
     return self.theta.emb_var[position_BL].astype(self.fprop_dtype)
 
 
 class RotaryPositionalEmbedding(base_layer.BaseLayer):
-  """Turns queries and keys by their positions (Su et al., 2021).
+  """Rotates queries and keys by their positions (Su et al., 2021).
 
   Attributes:
     embedding_dims: K, even.
-    max_timescale: the longest period, over 2 pi, is nearly this.
+    max_timescale: Approximately the longest period divided by 2 pi.
   """
 
   embedding_dims: int = 0
@@ -319,11 +285,11 @@ class RotaryPositionalEmbedding(base_layer.BaseLayer):
     _check_even(self)
 
   def __call__(self, inputs: jax.Array, position: jax.Array) -> jax.Array:
-    """Returns [B, L, H, K], in the dtype of the inputs.
+    """Returns the rotated inputs, [B, L, H, K], in their dtype.
 
     Args:
       inputs: [B, L, H, K].
-      position: integers, [B, L] or [L].
+      position: Integers, [B, L] or [L].
 
     Raises:
       ValueError: K is not `embedding_dims`.

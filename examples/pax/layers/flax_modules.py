@@ -1,11 +1,12 @@
-"""A module of Flax as a layer.
+"""A layer that wraps a Flax module.
 
     layer = FlaxModule.HParams(
       module_factory_method=lambda: nn.Dense(4),
       inputs=(jax.ShapeDtypeStruct((1, 3), jnp.float32),),
     ).Instantiate()
 
-One of Flax's NNX is `lambda: nnx.bridge.ToLinen(nnx.Linear, (3, 4))`.
+For a module of Flax's NNX, write
+`lambda: nnx.bridge.ToLinen(nnx.Linear, (3, 4))`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,15 +23,15 @@ from examples.pax import base_layer
 from examples.pax import weights
 from jaxline import errors
 
-_PARAMS = 'params'  # Flax's name of the collection of trained weights.
+_PARAMS = 'params'  # Flax's name for the collection of trained weights.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Init(weights.WeightInit):
-  """A variable of a module starts as the module says.
+  """Initializes a variable with the value that the Flax module gives it.
 
   Attributes:
-    first: returns its first value of a key.
+    first: Function from a random key to the initial value.
   """
 
   first: Callable[[jax.Array], jax.Array] | None = None
@@ -42,18 +43,18 @@ class _Init(weights.WeightInit):
 
 
 class FlaxModule(base_layer.BaseLayer):
-  """Wraps a module of Flax's linen, whose variables become the layer's.
+  """Wraps a Flax linen module, whose variables become the layer's.
 
-  Its collection 'params' is trained; all others, such as 'batch_stats', are set
-  by a call in training. A variable's name is its path, as 'Dense_0.kernel', and
-  behind the name of its collection if that is not trained.
+  The collection 'params' is trained. Calls in training update all other
+  collections, such as 'batch_stats'. A variable's name is its path, such as
+  'Dense_0.kernel', with the collection as a prefix if it is not trained.
 
   Attributes:
-    module_factory_method: makes the module, unbound.
-    inputs: for each argument, an array or a `jax.ShapeDtypeStruct` of a valid
-      shape, from which the shapes of the variables follow.
-    train_argument: the name of the argument that says whether this is training;
-      '' is none.
+    module_factory_method: Function that makes the unbound module.
+    inputs: An array or a `jax.ShapeDtypeStruct` of a valid shape for each
+      argument. They determine the shapes of the variables.
+    train_argument: Name of the module's argument that is True in training. If
+      '', there is none.
   """
 
   module_factory_method: Callable[[], Any] | None = None
@@ -64,11 +65,11 @@ class FlaxModule(base_layer.BaseLayer):
     if self.module_factory_method is None:
       raise errors.UsageError(
         f'{self.module_name}.module_factory_method is None; expected a function'
-        ' that makes a module of Flax.'
+        ' that makes a Flax module.'
       )
     self._module = self.module_factory_method()
     shapes = jax.eval_shape(self._first_values, jax.random.key(0))
-    # Path, from the collection on -> name of the variable.
+    # Path, including the collection -> name of the variable.
     self._paths: dict[tuple[str, ...], str] = {}
     for path, x in shapes.items():
       is_trained = path[0] == _PARAMS
@@ -81,7 +82,7 @@ class FlaxModule(base_layer.BaseLayer):
       self.create_variable(name, weight, trainable=is_trained)
 
   def _first_values(self, rng: jax.Array) -> dict[tuple[str, ...], jax.Array]:
-    """Returns path -> first value of all variables."""
+    """Returns path -> initial value of all variables."""
     inputs = [jnp.zeros(x.shape, x.dtype) for x in self.inputs]
     variables = self._module.init(rng, *inputs, **self._argument(False))
     return traverse_util.flatten_dict(meta.unbox(variables))

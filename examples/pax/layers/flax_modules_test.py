@@ -1,4 +1,4 @@
-"""Modules of Flax within layers: values, and a run that is resumed."""
+"""Tests of Flax modules as layers: their values, and a resumed run."""
 
 from flax import nnx
 import flax.linen as nn
@@ -25,7 +25,7 @@ X = np.random.default_rng(0).normal(size=[4, 3]).astype(np.float32)
 
 
 class Net(nn.Module):
-  """Of weights, statistics and random numbers."""
+  """Has weights, statistics and dropout."""
 
   @nn.compact
   def __call__(self, x, train=False):
@@ -46,7 +46,7 @@ def test_a_layer_computes_what_its_module_does():
   variables = jax.jit(layer.init)(KEY)
   own = variables['params']['flax_module']
   assert own['Dense_0.kernel'].shape == (3, 5)
-  assert own['Dense_0.kernel'].std() > 0.1  # As Flax begins, by LeCun.
+  assert own['Dense_0.kernel'].std() > 0.1  # Flax's default is LeCun.
   assert (own['Dense_0.bias'] == 0).all()
   assert layer.num_params() == 20 + 10 + 12
   theirs = {'params': {}, 'batch_stats': {'BatchNorm_0': {}}}
@@ -58,7 +58,7 @@ def test_a_layer_computes_what_its_module_does():
   np.testing.assert_allclose(
     layer.apply(variables, X, do_eval=True), Net().apply(theirs, X), atol=1e-6
   )
-  # In training it drops, and its statistics change.
+  # In training, it drops entries and updates its statistics.
   out, collected = layer.apply(variables, X, rng=KEY, mutable=True)
   other, _ = layer.apply(variables, X, rng=jax.random.key(1), mutable=True)
   assert (out != other).any()
@@ -97,7 +97,7 @@ class Model(models.BaseModel):
 
 
 class Run(experiment_lib.TaskExperiment):
-  """Trains it."""
+  """Trains a `Model`."""
 
   def __init__(self, mode, init_rng, *, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config)

@@ -22,8 +22,8 @@ sub_config_field = base_layer.sub_config_field
 class Linear(base_layer.BaseLayer):
   """A product with a matrix `w`, [D, F].
 
-  Its axes are 'embed' and 'mlp', unless `weight_split_dims_mapping` says
-  otherwise. `activation_split_dims_mapping` may name 'out'.
+  By default, its axes are 'embed' and 'mlp'; `weight_split_dims_mapping`
+  overrides them. `activation_split_dims_mapping` accepts 'out'.
 
   Attributes:
     input_dims: D.
@@ -52,7 +52,7 @@ class Linear(base_layer.BaseLayer):
 class Bias(base_layer.BaseLayer):
   """Adds a vector `b`, [D].
 
-  Its axis is 'mlp', unless `weight_split_dims_mapping` says otherwise.
+  By default, its axis is 'mlp'; `weight_split_dims_mapping` overrides it.
 
   Attributes:
     dims: D.
@@ -80,16 +80,16 @@ class Bias(base_layer.BaseLayer):
 class FeedForward(base_layer.BaseLayer):
   """A linear layer, a bias, and an activation.
 
-  `activation_split_dims_mapping` may name 'out'.
+  `activation_split_dims_mapping` accepts 'out'.
 
   Attributes:
     input_dims: D.
     output_dims: F.
-    has_bias: whether there is a bias.
-    linear_tpl: the product.
-    bias_tpl: the bias. Its axis is the last of the product's, unless it says
-      otherwise.
-    activation_tpl: what comes last.
+    has_bias: Whether to add a bias.
+    linear_tpl: Template of the linear layer.
+    bias_tpl: Template of the bias. By default, its axis is the last axis of the
+      linear layer's weight.
+    activation_tpl: Template of the activation.
   """
 
   input_dims: int = 0

@@ -13,7 +13,7 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 2, 3)
 
 
 def _run(p, x=X, **weights):
-  """Returns the output, of random weights or of these."""
+  """Returns the output with the given weights, or with random ones."""
   layer = p.Instantiate()
   variables = layer.init(KEY)
   params = {
@@ -43,7 +43,7 @@ def test_feed_forward(has_bias):
     expected += b
   assert (expected < 0).any()
   np.testing.assert_allclose(out, np.maximum(expected, 0), rtol=1e-5, atol=1e-6)
-  # Another activation, and any number of axes before the last.
+  # Activations differ, and inputs may have any number of axes.
   p.activation_tpl = layers.Tanh.HParams()
   out, _ = _run(p, X[0, 0], **({'ff_x_bias_b': b} if has_bias else {}))
   np.testing.assert_allclose(out, np.tanh(expected[0, 0]), rtol=1e-5)

@@ -1,6 +1,6 @@
-"""Normalisations; all compute in float32.
+"""Normalization layers. All of them compute in float32.
 
-Shapes: D the last axis, which has a scale and a bias for each entry.
+Shapes: D last axis, with a scale and a bias for each entry.
 """
 
 import jax
@@ -15,11 +15,11 @@ WeightInit = base_layer.WeightInit
 
 
 class BaseNormalization(base_layer.BaseLayer):
-  """What all have: `__call__(inputs)` returns the same shape.
+  """The base of normalizations. `__call__(inputs)` returns the same shape.
 
-  The axis of their variables is 'embed', unless `weight_split_dims_mapping`
-  says otherwise. As in Praxis, only those of `LayerNorm` are in the collection
-  SKIP_LP_REGULARIZATION.
+  By default, the axis of the variables is 'embed'; `weight_split_dims_mapping`
+  overrides it. As in Praxis, only the variables of `LayerNorm` are in the
+  collection SKIP_LP_REGULARIZATION.
 
   Attributes:
     dim: D.
@@ -45,7 +45,7 @@ class BaseNormalization(base_layer.BaseLayer):
 
 
 class IdentityNorm(BaseNormalization):
-  """The inputs themselves."""
+  """Returns the inputs unchanged."""
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D]."""
@@ -53,14 +53,14 @@ class IdentityNorm(BaseNormalization):
 
 
 class LayerNorm(BaseNormalization):
-  """Layer normalisation (Ba et al., 2016).
+  """Layer normalization (Ba et al., 2016).
 
-  Its variables are `scale`, which is stored less 1, and `bias`.
+  The variables are `scale`, which stores the scale minus 1, and `bias`.
 
   Attributes:
-    epsilon: is added to the variance.
-    use_scale: whether there is a scale.
-    use_bias: whether there is a bias.
+    epsilon: Small constant, added to the variance.
+    use_scale: Whether there is a scale.
+    use_bias: Whether there is a bias.
   """
 
   epsilon: float = 1e-6
@@ -88,11 +88,12 @@ class LayerNorm(BaseNormalization):
 
 
 class RmsNorm(BaseNormalization):
-  """By the root mean square (Zhang and Sennrich, 2019), with a `scale`.
+  """Root mean square normalization (Zhang and Sennrich, 2019), with a `scale`.
 
   Attributes:
-    epsilon: is added to the mean square.
-    direct_scale: whether `scale` is the factor itself, or less 1.
+    epsilon: Small constant, added to the mean square.
+    direct_scale: Whether the variable is the scale itself. If False, it is the
+      scale minus 1.
   """
 
   epsilon: float = 1e-6
@@ -114,20 +115,22 @@ class RmsNorm(BaseNormalization):
 
 
 class BatchNorm(BaseNormalization):
-  """Batch normalisation (Ioffe and Szegedy, 2015).
+  """Batch normalization (Ioffe and Szegedy, 2015).
 
-  In training by the statistics of the batch over all axes but the last; that is
-  the whole global batch where it is one array over a mesh. Rows that only fill
-  the batch up are not known here, and count. In evaluation by moving averages.
+  Training uses the statistics of the batch over all axes but the last. If the
+  batch is one array over a mesh, these are the statistics of the global batch.
+  They include padding rows, which this layer cannot tell from others.
+  Evaluation uses moving averages.
 
-  Its variables are `gamma`, the scale less 1, and `beta`; and, not trained,
-  `moving_mean` and `moving_variance`. So weight decay draws the scale to 1.
+  The trained variables are `gamma`, the scale minus 1, and `beta`. The
+  non-trainable ones are `moving_mean` and `moving_variance`. Weight decay
+  therefore draws the scale towards 1.
 
   Attributes:
-    decay: what part of the moving averages a batch leaves.
-    epsilon: is added to the variance; in Praxis it is always 0.001.
-    gamma_init: what `gamma` starts as; -1 in the last one of a residual
-      branch makes it start as the identity (Goyal et al., 2017).
+    decay: Decay of the moving averages.
+    epsilon: Small constant, added to the variance. Praxis's is always 0.001.
+    gamma_init: Initializer of `gamma`. With -1 in the last normalization of a
+      residual branch, the block starts as the identity (Goyal et al., 2017).
   """
 
   decay: float = 0.999
@@ -151,7 +154,7 @@ class BatchNorm(BaseNormalization):
     if self.do_eval:
       mean, variance = value('moving_mean'), value('moving_variance')
     else:
-      # Both sums in one pass over the inputs, which is what this costs.
+      # Reading the inputs dominates the cost, so both sums use one pass.
       axes = tuple(range(x.ndim - 1))
       mean = jnp.mean(x, axis=axes)
       square = jnp.mean(x * x, axis=axes)

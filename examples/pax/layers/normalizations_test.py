@@ -1,4 +1,4 @@
-"""Tests of normalisations against NumPy.
+"""Tests of normalizations against NumPy.
 
 Shapes: B batch, L length, D width.
 """
@@ -16,7 +16,7 @@ from jaxline.parallel import partitioning
 
 KEY = jax.random.key(0, impl='rbg')
 _RNG = np.random.default_rng(0)
-# Off centre, and of a size at which the epsilons below count.
+# The inputs are off center, and so small that the epsilons below matter.
 X = np.float32(0.3 + 0.2 * _RNG.normal(size=(4, 3, 5)))
 SCALE, BIAS, MEAN = np.float32(_RNG.normal(size=(3, 5)))
 VARIANCE = np.float32(_RNG.uniform(0.5, 2, size=5))
@@ -76,7 +76,7 @@ def test_normalisation_of_a_vector(hparams, names, expected):
   variables = {'params': {'n': {name: trained[name] for name in names}}}
   out = layer.apply(variables, jnp.asarray(X))
   np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-  # Within a low precision, computed in float32.
+  # Inputs in low precision are normalized in float32.
   low = X.astype(jnp.bfloat16)
   out = layer.apply(variables, jnp.asarray(low))
   assert out.dtype == jnp.bfloat16
@@ -164,7 +164,7 @@ def test_batch_norm_over_two_devices_is_of_the_whole_batch():
   layer = _batch_norm(decay=0.9)
   partitioner = partitioning.Partitioner.make({'data': 2}, 'ddp')
   run = jax.jit(lambda x: layer.apply(_VARIABLES, x, mutable=True))
-  # Rows that differ between the devices.
+  # Rows differ between the devices.
   x = X + np.float32([0, 0, 1, 2])[:, None, None]
   split = jax.device_put(x, partitioner.batch_sharding)
   assert len(split.sharding.device_set) == 2

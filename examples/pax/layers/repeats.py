@@ -1,7 +1,7 @@
-"""A layer that is repeated: one program, stacked weights.
+"""A repeated layer: one loop over stacked weights.
 
-Shapes: N repetitions; the arrays of a cache have the batch as axis 1, and on
-axis 0 those of the layers one after another.
+Shapes: N repetitions. In the arrays of a cache, axis 0 concatenates the layers,
+and axis 1 is the batch.
 """
 
 from collections.abc import Callable
@@ -30,18 +30,19 @@ class AutodiffCheckpointType:
 
 
 class Repeat(base_layer.BaseLayer):
-  """Runs N equal layers, each with weights of its own, as one loop.
+  """Runs N equal layers with separate weights as one loop.
 
-  So compile time does not grow with N. The layer's `__call__(x, *args)` returns
-  what the next one takes as `x`; `args` are the same for all. One that has
-  `empty_cache` and `extend_step` is decoded in the same way.
+  The compile time does not grow with N. A layer's `__call__(x, *args)` returns
+  the next layer's `x`; `args` are the same for all layers. If the layer has
+  `empty_cache` and `extend_step`, so does the loop.
 
   Attributes:
-    sub_tpl: the layer.
+    sub_tpl: Template of the layer.
     x_times: N.
-    checkpoint_policy: what the backward pass computes again; see
+    checkpoint_policy: Rematerialization policy of each layer; see
       `transformer.remat_policy`.
-    layer: one of them, unbound: `layer.apply(slice of variables, ...)`.
+    layer: One layer, not bound to a run. Call it with
+      `layer.apply(slice of variables, ...)`.
   """
 
   sub_tpl: BaseHParams | None = sub_config_field(None)
@@ -51,17 +52,17 @@ class Repeat(base_layer.BaseLayer):
   def setup(self) -> None:
     p, run = self.hparams, self.in_run()
     self.layer = self._unbound_child(p.sub_tpl, {'name': 'sub'})
-    # The layers are run by `apply`. In this run there are their variables.
+    # `apply` runs the layers. This run only holds their variables.
     outside = run.stacks
     run.stacks = (*outside, (self.module_name, p.x_times))
     self._child('sub', p.sub_tpl, {})
     run.stacks = outside
 
   def variables(self, *, boxed: bool = False) -> base_layer.Variables:
-    """Returns the layers' variables, as `layer.init` would, with one axis more.
+    """Returns variables like `layer.init`, with a leading axis of the layers.
 
     Args:
-      boxed: whether each is in a `partitioning.Logical`.
+      boxed: Whether to wrap each in a `partitioning.Logical`.
     """
     run = self.in_run()
 
@@ -72,11 +73,11 @@ class Repeat(base_layer.BaseLayer):
     return run.tree(value, f'{self.module_name}/')
 
   def __call__(self, x: Any, *args: Any) -> Any:
-    """Returns what the last layer gives."""
+    """Returns the output of the last layer."""
     return self._scan('__call__', x, None, args)[0]
 
   def empty_cache(self, batch: int, length: int, *args: Any) -> Any:
-    """Returns the layers' caches as one: [N n, B, ...] of [n, B, ...]."""
+    """Concatenates the caches of the layers: [n, B, ...] to [N n, B, ...]."""
 
     def one(variables: base_layer.Variables) -> Any:
       return self.layer.apply(
@@ -86,7 +87,7 @@ class Repeat(base_layer.BaseLayer):
     return _joined(jax.lax.map(one, self.variables()))
 
   def extend_step(self, x: Any, cache: Any, *args: Any) -> tuple[Any, Any]:
-    """Returns what the last layer gives, and the cache."""
+    """Returns the output of the last layer, and the extended cache."""
     return self._scan('extend_step', x, cache, args)
 
   def _scan(
@@ -104,7 +105,7 @@ class Repeat(base_layer.BaseLayer):
 
     policy = transformer.remat_policy(self.hparams.checkpoint_policy)
     if policy is not None and cache is None:
-      # A loop is not merged with the one that computes again.
+      # XLA does not merge a loop with its recomputation, so CSE does no harm.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
     times = self.hparams.x_times
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
@@ -132,10 +133,10 @@ class Repeat(base_layer.BaseLayer):
     return x, _joined(cache)
 
   def runner(self, method: str) -> Callable[..., Any]:
-    """Returns a function `(variables, number of the layer, *args)`.
+    """Returns a pure function `(variables, index of the layer, *args)`.
 
-    It is pure, and returns also what the layer has left. What a layer draws
-    depends on its number, and on nothing else about where it runs.
+    It returns the method's result and the side outputs. A layer's random
+    numbers depend only on its index, not on the loop or pipeline that runs it.
     """
     key = hk.maybe_next_rng_key()
     layer, run_of_all = self.layer, self.in_run()
@@ -155,16 +156,16 @@ class Repeat(base_layer.BaseLayer):
 
 
 def _joined(cache: Any) -> Any:
-  """Returns [N n, ...] of [N, n, ...]."""
+  """Reshapes [N, n, ...] to [N n, ...]."""
   return jax.tree.map(lambda c: c.reshape(-1, *c.shape[2:]), cache)
 
 
 def remat(layer: base_layer.BaseLayer, **kwargs: Any) -> Callable[..., Any]:
-  """`hk.remat` of a layer's call: summaries and losses come out of it.
+  """Applies `hk.remat` to a layer's call, and keeps its summaries and losses.
 
   Args:
-    layer: part of a run.
-    **kwargs: as for `jax.checkpoint`.
+    layer: The layer, bound to a run.
+    **kwargs: Arguments of `jax.checkpoint`.
   """
   run = layer.in_run()
 

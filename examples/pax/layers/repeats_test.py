@@ -1,4 +1,4 @@
-"""Tests of repeated and pipelined layers with a layer that leaves traces."""
+"""Tests of repeated and pipelined layers, with a layer that keeps records."""
 
 import functools
 
@@ -18,7 +18,7 @@ ONE = Context(position=jnp.ones([]))
 
 
 class Traces(base_layer.BaseLayer):
-  """Multiplies by `w`, and adds; counts that, reports and penalises."""
+  """Multiplies by `w` and adds; has a count, a summary and an aux loss."""
 
   class HParams(hparams.BaseHParams):
     """Hyperparameters."""
@@ -73,7 +73,7 @@ def test_what_repeated_layers_leave_comes_out(policy):
 
   found, (y, collected) = grads(_variables()['params'])
   assert y == ((7 * 2 + 1) * 3 + 1) * 5 + 1
-  # d y / d w, and 2 w of the penalty.
+  # The gradient of each w is d y / d w, plus 2 w from the penalty.
   np.testing.assert_allclose(
     found['r/sub']['w'], [7 * 15 + 4, 15 * 5 + 6, 46 + 10]
   )
@@ -134,17 +134,17 @@ def test_a_pipeline_of_any_layer():
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
-    ({'num_pipeline_microbatches': 2, 'counts': True}, "'sub'.*not trained"),
+    ({'num_pipeline_microbatches': 2, 'counts': True}, "non-trainable.*'sub'"),
     ({'num_pipeline_microbatches': 2, 'penalises': True}, 'an aux loss; got'),
     (
       {'pipeline_microbatch_size': 3},
       'is 3; expected a divisor of the batch 4',
     ),
     ({'num_pipeline_microbatches': 0}, 'a positive number'),
-    ({}, 'expected one of them'),
+    ({}, 'exactly one of them'),
     (
       {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},
-      'expected one of them',
+      'exactly one of them',
     ),
   ],
 )

@@ -1,13 +1,12 @@
-"""Residual networks (He et al., 2015) of bottleneck blocks.
+"""Residual networks (He et al., 2015) with bottleneck blocks.
 
-Of the variant called v1.5: the stride is that of the 3x3 convolution and not of
-the 1x1 before it. With `zero_init_residual` the scale of a block's last
-BatchNorm starts as 0, so that each block starts as its shortcut (Goyal et al.,
-2017).
+This is the variant called v1.5, in which the 3x3 convolution has the stride and
+not the 1x1 convolution before it. With `zero_init_residual`, the scale of a
+block's last BatchNorm is initially 0, so each block starts as its shortcut
+(Goyal et al., 2017).
 
-BatchNorm's statistics are those of the whole global batch: a step over a mesh
-is one program on global arrays, in which a mean over the batch is one over all
-devices.
+BatchNorm uses the statistics of the global batch. A step over a mesh is one
+program on global arrays, so a mean over the batch is a mean over all devices.
 
 Shapes: B images, H rows, W columns, C channels, D features.
 """
@@ -29,7 +28,7 @@ from jaxline import errors
 WeightInit = base_layer.WeightInit
 sub_config_field = base_layer.sub_config_field
 
-# Inside a block there is this part of its channels.
+# Ratio of a block's output channels to its inner channels.
 _BOTTLENECK = 4
 
 
@@ -39,26 +38,28 @@ def _conv(
   activation_tpl: Any,
   stride: tuple[int, int] = (1, 1),
 ) -> Any:
-  """Returns a copy of a template of `ConvBNAct` with these fields."""
+  """Returns a copy of a `ConvBNAct` template with these fields."""
   conv = template.clone().set(activation_tpl=activation_tpl)
   conv.conv_tpl.set(filter_shape=filter_shape, filter_stride=stride)
   return conv
 
 
 class ResNetBlock(base_layer.BaseLayer):
-  """1x1, 3x3 and 1x1 convolutions beside a shortcut.
+  """1x1, 3x3 and 1x1 convolutions with a shortcut around them.
 
-  The shortcut is a 1x1 convolution where size or channels change.
+  The shortcut is a 1x1 convolution if the block changes the size or the number
+  of channels.
 
   Attributes:
-    input_dim: channels in.
-    output_dim: channels out, a multiple of 4; between the convolutions there
-      are a quarter of them.
-    conv_params: template of each convolution with its BatchNorm.
-    kernel_size: rows and columns of the middle convolution.
-    stride: of the middle convolution, and of the shortcut.
-    activation_tpl: template of the activations, also of the one after the sum.
-    zero_init_residual: whether the last BatchNorm's scale starts as 0.
+    input_dim: Number of input channels.
+    output_dim: Number of output channels, a multiple of 4. The middle
+      convolution has a quarter of them.
+    conv_params: Template of each convolution and its BatchNorm.
+    kernel_size: Rows and columns of the middle convolution.
+    stride: Stride of the middle convolution and of the shortcut.
+    activation_tpl: Template of all activations, including the one after the
+      sum.
+    zero_init_residual: Whether the scale of the last BatchNorm is initially 0.
   """
 
   input_dim: int = 0
@@ -101,7 +102,7 @@ class ResNetBlock(base_layer.BaseLayer):
     """Computes the block.
 
     Args:
-      x_BHWC: images, of `input_dim` channels.
+      x_BHWC: Images with `input_dim` channels.
 
     Returns:
       [B, ceil(H / stride), ceil(W / stride), output_dim].
@@ -113,33 +114,33 @@ class ResNetBlock(base_layer.BaseLayer):
 
 
 class ResNet(base_layer.BaseLayer):
-  """Images to features; ResNet-50 unless told otherwise.
+  """A residual network from images to features. The default is ResNet-50.
 
   Attributes:
-    conv_params: template of each convolution with its BatchNorm and, of the
-      first, the activation.
-    block_params: template of each block; this layer sets its channels, kernel,
-      stride and, if it has them, `conv_params`.
-    strides: of each group's first block.
-    channels: that each group of blocks puts out.
-    blocks: of each group, how many.
-    kernels: of each group, rows and columns of the middle convolutions.
-    entryflow_conv_kernel: rows, columns and, of the images, channels of the
-      first convolution.
-    entryflow_conv_stride: its strides.
-    entryflow_conv_channels: that it puts out; None is the first of `channels`,
-      or a quarter of it with a `ResNetBlock`.
-    entry_max_pool: whether a 3x3 pooling of stride 2 follows.
-    pixel_mean: of each channel, is taken off the images first; empty for
-      images that are normalised already.
-    pixel_std: of each channel, what they are then divided by.
+    conv_params: Template of each convolution and its BatchNorm, and of the
+      first convolution's activation.
+    block_params: Template of each block. This layer sets its channels, kernel
+      and stride, and its `conv_params` if it has this field.
+    strides: Stride of the first block of each group.
+    channels: Number of output channels of each group.
+    blocks: Number of blocks of each group.
+    kernels: Rows and columns of the middle convolutions of each group.
+    entryflow_conv_kernel: Rows, columns and input channels of the first
+      convolution.
+    entryflow_conv_stride: Strides of the first convolution.
+    entryflow_conv_channels: Output channels of the first convolution. If None,
+      the first of `channels`, or a quarter of it with a `ResNetBlock`.
+    entry_max_pool: Whether a 3x3 max pooling with stride 2 follows.
+    pixel_mean: Mean of each channel, subtracted from the images. Empty if the
+      images are already normalized.
+    pixel_std: Standard deviation of each channel, which divides the result.
   """
 
   conv_params: Any = dataclasses.field(
     default_factory=lambda: convolutions.ConvBNAct.HParams(
       batch_norm_tpl=normalizations.BatchNorm.HParams(decay=0.9),
-      # He et al. (2015), 'Delving deep into rectifiers', their equation 14:
-      # gradients keep their size.
+      # This scale preserves the size of gradients: equation 14 of He et al.
+      # (2015), 'Delving deep into rectifiers'.
       params_init=WeightInit.GaussianSqrtFanOut(1.4141),
     )
   )
@@ -164,8 +165,8 @@ class ResNet(base_layer.BaseLayer):
     }
     if len({len(value) for value in groups.values()}) != 1 or not p.channels:
       raise errors.UsageError(
-        f'{self.module_name} has {groups}; expected one entry a group in each'
-        ' of the four.'
+        f'{self.module_name} has {groups}; expected one entry per group in each'
+        ' of these four fields.'
       )
     if len(p.pixel_mean) != len(p.pixel_std) or (
       len(p.pixel_mean) not in (0, p.entryflow_conv_kernel[2])
@@ -173,7 +174,7 @@ class ResNet(base_layer.BaseLayer):
       raise ValueError(
         f'{self.module_name} has pixel_mean {tuple(p.pixel_mean)} and pixel_std'
         f' {tuple(p.pixel_std)}; expected {p.entryflow_conv_kernel[2]} numbers'
-        ' each, one a channel, or none.'
+        ' each, one per channel, or none.'
       )
     input_dim, templates = p.entryflow_conv_channels, []
     if input_dim is None:
@@ -212,15 +213,15 @@ class ResNet(base_layer.BaseLayer):
     """Computes features of images.
 
     Args:
-      x_BHWC: images, of floats or of integers, such as uint8 from 0 to 255,
-        which are an input's smallest form: with `pixel_mean` they become floats
-        here, on the device.
+      x_BHWC: Images, floats or integers. With `pixel_mean`, the images may be
+        uint8 from 0 to 255, the smallest form to send to a device, which then
+        converts them to floats.
 
     Returns:
       [B, D], where D is the last of `channels`, in `fprop_dtype`.
 
     Raises:
-      ValueError: they are integers, and there is no `pixel_mean`.
+      ValueError: The images are integers, and `pixel_mean` is empty.
     """
     p = self.hparams
     if p.pixel_mean:
@@ -230,7 +231,7 @@ class ResNet(base_layer.BaseLayer):
     elif not jnp.issubdtype(x_BHWC.dtype, jnp.floating):
       raise ValueError(
         f'{self.module_name} got images of {x_BHWC.dtype}. Set pixel_mean and'
-        ' pixel_std to normalise them, or give floats.'
+        ' pixel_std to normalize them, or give floats.'
       )
     x_BHWC = self.entryflow_conv(x_BHWC.astype(self.fprop_dtype))
     if p.entry_max_pool:

@@ -1,4 +1,4 @@
-"""Residual networks: the numbers of Praxis, and what can be set."""
+"""Tests of residual networks against Praxis, and of their fields."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from examples.pax.layers import activations
 from examples.pax.layers import convolutions
 from examples.pax.layers import resnets
 
-# A block that puts out what it gets, and one with a projection.
+# The first block keeps the channels. The second needs a projection.
 BLOCKS = (1, 1)
 CHANNELS = (8, 16)
 
@@ -32,7 +32,7 @@ def _hparams(**changes):
 
 
 def _set_dtype(hparams, dtype):
-  """Sets the type of all variables; children do not take it from parents."""
+  """Sets the dtype of all variables, because templates do not inherit it."""
   for template in (
     hparams.conv_params.conv_tpl,
     hparams.conv_params.batch_norm_tpl,
@@ -42,7 +42,7 @@ def _set_dtype(hparams, dtype):
 
 
 def _random(weights, rng):
-  """Returns random values, positive ones where they are to be."""
+  """Returns random values, positive ones for variances."""
 
   def one(path, weight):
     name = path[-1].key
@@ -67,7 +67,7 @@ def test_praxis_network_computes_the_same():
   ResNet with channels (8, 16), blocks (1, 1), kernels (3, 3), strides (1, 2),
   and the weights below.
   """
-  # In float64, so that it is the same on every processor.
+  # float64 makes the results equal on all processors.
   with jax.enable_x64(True):
     layer = _set_dtype(_hparams(entryflow_conv_channels=2), jnp.float64)
     layer = layer.Instantiate()
@@ -99,8 +99,8 @@ def test_praxis_network_computes_the_same():
       variables, x_BHWC
     )
     out, eval_out = np.asarray(out), np.asarray(eval_out)
-  # What is left is the rounding of Praxis's float32: 1e-6. Another padding or
-  # epsilon is 1e-2.
+  # The difference is the rounding of Praxis's float32, 1e-6. A wrong padding or
+  # epsilon makes 1e-2.
   close = functools.partial(np.testing.assert_allclose, atol=2e-6)
   close(out[0, :4], [0.9511051, 0.4031399, 0.0943465, 0.0])
   close(out[1, -4:], [0.9456364, 0.2024910, 0.0, 0.0])
@@ -161,7 +161,7 @@ def test_blocks_and_activations_that_are_given():
   out = jax.jit(functools.partial(block.Instantiate().apply, do_eval=True))(
     variables, x_BHWC
   )
-  np.testing.assert_array_equal(out, x_BHWC)  # Without a ReLU.
+  np.testing.assert_array_equal(out, x_BHWC)  # There is no ReLU.
 
 
 def test_integer_pixels_are_normalised_in_the_network():
@@ -191,7 +191,7 @@ def test_integer_pixels_are_normalised_in_the_network():
 @pytest.mark.parametrize(
   ('fields', 'message'),
   [
-    ({'blocks': (1, 2)}, 'one entry a group'),
+    ({'blocks': (1, 2)}, 'one entry per group'),
     ({'channels': (256, 512, 1024, 2049)}, 'a multiple of 4'),
     ({'pixel_mean': (1.0,), 'pixel_std': (1.0,)}, 'expected 3 numbers each'),
     ({'pixel_mean': (1.0,) * 3}, 'expected 3 numbers each'),

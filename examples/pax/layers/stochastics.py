@@ -10,12 +10,12 @@ from examples.pax import base_layer
 
 
 class Dropout(base_layer.BaseLayer):
-  """Drops entries in training, and makes up for it by the size of the others.
+  """Drops entries in training, and scales up the others to compensate.
 
-  Srivastava et al. (2014).
+  See Srivastava et al. (2014).
 
   Attributes:
-    keep_prob: the part of the entries that stays, above 0; 1 drops nothing.
+    keep_prob: Probability to keep an entry, above 0. If 1, all are kept.
   """
 
   keep_prob: float = 1.0
@@ -34,8 +34,8 @@ class Dropout(base_layer.BaseLayer):
 
     Args:
       inputs: [B, ...].
-      rows_B: each row's number in the batch, which what is dropped depends on;
-        None counts from 0. A microbatch of a pipeline has other rows.
+      rows_B: Index of each row in the whole batch, which seeds its dropout. If
+        None, they count from 0, which is wrong for microbatches of a pipeline.
     """
     keep = self.hparams.keep_prob
     if self.do_eval or keep == 1:
@@ -46,9 +46,9 @@ class Dropout(base_layer.BaseLayer):
 
 
 def dropout(rate: float) -> dict[str, Any]:
-  """Returns the arguments of `create_child` for a rate.
+  """Returns arguments of `create_child` that make a `Dropout`.
 
   Args:
-    rate: the part of the entries that is dropped, below 1.
+    rate: Probability to drop an entry, below 1.
   """
   return {'template': Dropout.HParams(), 'keep_prob': 1 - rate}

@@ -33,15 +33,15 @@ def test_what_is_dropped():
   run = jax.jit(lambda x, rows: layer.apply(NOTHING, x, rows, rng=KEY))
   first, second = (np.asarray(out) for out in run(X, np.arange(6)))
   np.testing.assert_allclose(np.unique(first), [0, 1.25])
-  # 6000 entries: the deviation of the mean is 0.0052.
+  # For 6000 entries, the deviation of the mean is 0.0052.
   assert (first > 0).mean() == pytest.approx(0.8, abs=0.02)
-  # Neither calls nor rows have their entries in common.
+  # Calls and rows are independent.
   for a, b in (first, second), (first[:1], first[1:]):
     assert ((a > 0) == (b > 0)).mean() == pytest.approx(0.68, abs=0.03)
-  # A row's own depend on its number only, not on which others are there.
+  # A row's entries depend only on its index, not on the other rows.
   rows = np.array([4, 1, 0, 5, 3, 2])
   np.testing.assert_array_equal(run(X, rows)[0], first[rows])
-  # By default they are counted.
+  # By default, the indices count from 0.
   counted = jax.jit(lambda x: layer.apply(NOTHING, x, rng=KEY))(X)
   np.testing.assert_array_equal(counted[0], first)
 

@@ -1,12 +1,12 @@
-"""One layer of a transformer: attention, and a position-wise part.
+"""One layer of a transformer: attention and a feed-forward block.
 
-Each part normalises its input first (Xiong et al., 2020), and adds to it. Like
-a stack, a layer has `__call__` for whole sequences, and for decoding
-`empty_cache` and `extend_step`. Axis 1 of all arrays of a cache is the batch;
-axis 0 counts the layers of a loop.
+Each sublayer normalizes its input first (Xiong et al., 2020), and adds its
+output to it. Like a stack, a layer has `__call__` for whole sequences, and
+`empty_cache` and `extend_step` for decoding. In all arrays of a cache, axis 1
+is the batch, and axis 0 counts the layers of a loop.
 
 Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
-values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
+values, K head dim, V vocab, S stacked matrices, M positions of a cache, T
 length of the source.
 """
 
@@ -28,19 +28,18 @@ sub_config_field = base_layer.sub_config_field
 Context = attentions.Context
 
 
-def given(**fields: Any) -> dict[str, Any]:
-  """Returns those that say something: not 0, and not None."""
+def non_default(**fields: Any) -> dict[str, Any]:
+  """Returns the fields that are set: neither 0 nor None."""
   return {name: value for name, value in fields.items() if value}
 
 
 class _Residual(base_layer.BaseLayer):
-  """A layer of parts, each of which normalises and adds to its input.
+  """A layer of sublayers, each with a normalization and a residual connection.
 
   Attributes:
     input_dims: D.
-    ln_tpl: what normalises the input of a part.
-    residual_dropout_prob: part of what each part adds that is dropped in
-      training.
+    ln_tpl: Template of the normalization of a sublayer's input.
+    residual_dropout_prob: Dropout rate of a sublayer's output.
   """
 
   input_dims: int = 0
@@ -56,19 +55,16 @@ class _Residual(base_layer.BaseLayer):
 
 
 class TransformerFeedForward(_Residual):
-  """The position-wise part: normalise, D -> F -> D, and add to the input.
+  """The feed-forward block: normalize, project D -> F -> D, add the input.
 
   Attributes:
     hidden_dims: F.
-    has_bias: whether there is a bias in both products.
-    activation_tpl: what is between them.
-    use_gated_activation: whether a second product of the inputs multiplies
-      what the activation gives (Shazeer, 2020).
-    proj_tpl: the products.
-    relu_dropout_prob: part of what the activation gives that is dropped in
-      training.
-    add_skip_connection: whether the input is added.
-    residual_weight: a factor of the output, before that.
+    has_bias: Whether both projections have biases.
+    activation_tpl: Template of the activation between the projections.
+    use_gated_activation: Whether to multiply the activation's output by a
+      second projection of the inputs (Shazeer, 2020).
+    proj_tpl: Template of the projections.
+    relu_dropout_prob: Dropout rate of the hidden values.
   """
 
   hidden_dims: int = 0
@@ -77,13 +73,12 @@ class TransformerFeedForward(_Residual):
   use_gated_activation: bool = False
   proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
   relu_dropout_prob: float = 0.0
-  add_skip_connection: bool = True
-  residual_weight: float = 1.0
 
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    # A gate's weight stands beside the other; each starts as if it were alone.
+    # The gate's weight and the other one are stacked. Each is initialized as a
+    # separate matrix.
     parts = (2,) if p.use_gated_activation else ()
     side_by_side = 'S' * len(parts)
     self.create_child(
@@ -116,7 +111,7 @@ class TransformerFeedForward(_Residual):
 
     Args:
       inputs: [B, L, D].
-      rows: see `Context`.
+      rows: Indices of the rows in the batch; see `Context`.
     """
     p = self.hparams
     hidden = self.ffn_layer1(self.layer_norm(inputs))
@@ -128,28 +123,25 @@ class TransformerFeedForward(_Residual):
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
     hidden_BLF = self.relu_dropout(hidden_BLF, rows)
     out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
-    if p.add_skip_connection:
-      if p.residual_weight != 1:
-        out *= p.residual_weight
-      out = inputs + out
-    return out
+    return inputs + out
 
 
 class Transformer(_Residual):
-  """One layer: self-attention, perhaps cross-attention, and feed-forward.
+  """A layer of self-attention, optional cross-attention, and feed-forward.
 
   Attributes:
-    hidden_dims: F; 0 is what `tr_fflayer_tpl` says.
-    num_heads: H; 0 is what `tr_atten_tpl` says.
-    dim_per_head: K; None is what `tr_atten_tpl` says.
-    is_causal: whether no position sees later ones.
-    use_cross_attention: whether it attends to `Context.source`.
-    tr_atten_tpl: self-attention.
-    cross_atten_tpl: cross-attention; None is as `tr_atten_tpl`.
-    tr_fflayer_tpl: the feed-forward part.
-    relu_dropout_prob: part of the feed-forward part's hidden values that is
-      dropped in training.
-    atten_dropout_prob: the same of attention's weights.
+    hidden_dims: F. If 0, the value of `tr_fflayer_tpl`.
+    num_heads: H. If 0, the value of `tr_atten_tpl`.
+    dim_per_head: K. If None, the value of `tr_atten_tpl`.
+    is_causal: Whether a position sees no later ones.
+    use_cross_attention: Whether to attend to `Context.source`.
+    tr_atten_tpl: Template of self-attention.
+    cross_atten_tpl: Template of cross-attention. If None, `tr_atten_tpl`.
+    tr_fflayer_tpl: Template of the feed-forward block.
+    relu_dropout_prob: Dropout rate of the feed-forward block's hidden values.
+      If 0, the value of `tr_fflayer_tpl`.
+    atten_dropout_prob: Dropout rate of the attention weights. If 0, the value
+      of the attention's template.
   """
 
   hidden_dims: int = 0
@@ -170,7 +162,7 @@ class Transformer(_Residual):
     p = self.hparams
     heads = {
       'input_dim': p.input_dims,
-      **given(
+      **non_default(
         num_heads=p.num_heads,
         dim_per_head=p.dim_per_head,
         atten_dropout_prob=p.atten_dropout_prob,
@@ -192,7 +184,7 @@ class Transformer(_Residual):
       'ff_layer',
       p.tr_fflayer_tpl,
       input_dims=p.input_dims,
-      **given(
+      **non_default(
         hidden_dims=p.hidden_dims,
         residual_dropout_prob=p.residual_dropout_prob,
         relu_dropout_prob=p.relu_dropout_prob,
@@ -206,27 +198,30 @@ class Transformer(_Residual):
 
     Args:
       inputs: [B, L, D].
-      context: what else it sees.
+      context: Other inputs. If None, all are None.
 
     Raises:
-      ValueError: there is no `source` for cross-attention, or one without it.
+      ValueError: `context.source` is missing for cross-attention, or given
+        without it.
     """
     context = context or Context()
     mixed = self.self_attention(self.layer_norm(inputs), context)
-    return self._after(inputs, mixed, self._source(context.source), context)
+    return self._add_and_feed_forward(
+      inputs, mixed, self._source(context.source), context
+    )
 
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
   ) -> dict[str, attentions.Cache]:
-    """Returns room for `extend_step`, [1, B, ...] each.
+    """Returns a cache for `extend_step`, arrays [1, B, ...].
 
     Args:
       batch: B.
-      length: M, as many positions as there shall be.
-      source: [B, T, D], what cross-attention attends to.
+      length: M, the largest number of positions.
+      source: Sequence that cross-attention attends to, [B, T, D].
 
     Raises:
-      ValueError: as for `__call__`.
+      ValueError: As for `__call__`.
     """
     cache = {'self': self.self_attention.empty_cache(batch, length)}
     if (of_source := self._source(source)) is not None:
@@ -244,40 +239,40 @@ class Transformer(_Residual):
 
     Args:
       inputs: [B, L, D], at the positions from `start`.
-      cache: of `empty_cache`, or the call before.
-      start: of all rows, or [B] of each.
-      context: only `source_seen` counts.
+      cache: Cache from `empty_cache` or from the previous call.
+      start: First position, for all rows, or [B] for each row.
+      context: Other inputs, of which `source_seen` is used.
 
     Returns:
-      [B, L, D], and the cache.
+      The outputs [B, L, D] and the extended cache.
     """
     context = context or Context()
     own = jax.tree.map(lambda x: x[0], cache)
     mixed, of_self = self.self_attention.extend_step(
       self.layer_norm(inputs), own['self'], start
     )
-    out = self._after(inputs, mixed, own.get('cross'), context)
+    out = self._add_and_feed_forward(inputs, mixed, own.get('cross'), context)
     return out, {**cache, 'self': jax.tree.map(lambda x: x[None], of_self)}
 
   def _source(self, source: jax.Array | None) -> attentions.Cache | None:
-    """Returns what cross-attention attends to; None without it."""
+    """Returns the keys and values of cross-attention, or None without it."""
     has = self.hparams.use_cross_attention
     if (source is not None) != has:
       got = 'no' if source is None else 'a'
       raise ValueError(
-        f'{self.module_name} has use_cross_attention={has}, and {got} source.'
-        ' Expected one with use_cross_attention=True, and only then.'
+        f'{self.module_name} has use_cross_attention={has} and {got} source.'
+        ' Give a source exactly if use_cross_attention is True.'
       )
     return self.cross_attention.keys_and_values(source) if has else None
 
-  def _after(
+  def _add_and_feed_forward(
     self,
     x_BLD: jax.Array,
     mixed_BLD: jax.Array,
     source: attentions.Cache | None,
     context: Context,
   ) -> jax.Array:
-    """Returns the output, given what self-attention gives."""
+    """Returns the layer's output, given the output of self-attention."""
     x_BLD += self.residual_dropout(mixed_BLD, context.rows)
     if source is not None:
       mixed_BLD = self.cross_attention.attend_to(

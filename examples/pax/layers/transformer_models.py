@@ -1,10 +1,10 @@
-"""Networks of tokens: a language model, and an encoder with a decoder.
+"""Transformers over tokens: a language model and an encoder-decoder.
 
-Both embed tokens, run stacks of layers, and have an output layer. For decoding
+Both embed tokens, run stacks of layers, and have an output layer. For decoding,
 they have `empty_cache` and `extend_step`: see `transformer_layers`.
 
 Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
-values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
+values, K head dim, V vocab, S stacked matrices, M positions of a cache, T
 length of the source.
 """
 
@@ -27,20 +27,23 @@ sub_config_field = base_layer.sub_config_field
 Context = attentions.Context
 
 _in_blocks = transformer_stacks.in_blocks
-CACHE_AXIS = 1  # The batch, in all arrays of a cache.
+CACHE_AXIS = 1  # The batch axis of all arrays of a cache.
 
 
 class _Embedded(base_layer.BaseLayer):
-  """What has embedded tokens, an output layer, and layers in between.
+  """The base of networks with an embedding of tokens and an output layer.
 
   Attributes:
     vocab_size: V.
     model_dims: D.
-    softmax_tpl: the output layer; `SharedEmbeddingSoftmax` embeds as well.
-    separate_embedding_tpl: what embeds instead; needed for a `FullSoftmax`.
-    position_emb_tpl: what is added to embedded tokens; None is nothing, as
-      for rotary positions.
-    final_ln_tpl: what normalises before the output layer; None is nothing.
+    softmax_tpl: Template of the output layer. A `SharedEmbeddingSoftmax` embeds
+      the tokens too.
+    separate_embedding_tpl: Template of the embedding. If None, the output layer
+      embeds the tokens. Required with a `FullSoftmax`.
+    position_emb_tpl: Template of the position embedding that is added to the
+      tokens. If None, there is none, as with rotary positions.
+    final_ln_tpl: Template of the normalization before the output layer. If
+      None, there is none.
   """
 
   vocab_size: int = 0
@@ -79,7 +82,14 @@ class _Embedded(base_layer.BaseLayer):
     position: jax.Array | None = None,
     embedding: base_layer.BaseLayer | None = None,
   ) -> jax.Array:
-    """Returns [B, L, D]; positions are [B, L], [L] of all rows, or from 0."""
+    """Embeds tokens, [B, L, D].
+
+    Args:
+      ids_BL: The tokens.
+      position: Their positions, [B, L], or [L] for all rows. If None, they
+        count from 0.
+      embedding: The embedding. If None, the target's.
+    """
     x_BLD = (embedding or self._embedding).emb_lookup(ids_BL)
     if self.hparams.position_emb_tpl is not None:
       if position is None:
@@ -98,7 +108,7 @@ class _Embedded(base_layer.BaseLayer):
     start: int | jax.Array,
     context: Context,
   ) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns logits of the next tokens, and the cache; see `extend_step`."""
+    """Returns the logits of the next tokens and the extended cache."""
     position = transformer.positions_from(start, ids_BL.shape[1])
     x_BLD, extended = getattr(self, stack).extend_step(
       self._embed(ids_BL, position), cache[stack], start, context
@@ -107,41 +117,38 @@ class _Embedded(base_layer.BaseLayer):
     return logits_BLV, {**cache, stack: extended}
 
   def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-    """Returns float32 logits [B, L, V]; takes what `hidden` takes."""
+    """Returns float32 logits [B, L, V]. Takes the arguments of `hidden`."""
     return self.softmax.get_logits(self.hidden(*args, **kwargs))
 
   def compute_loss(
     self, x: jax.Array, labels: jax.Array, weights: jax.Array
   ) -> dict[str, jax.Array]:
-    """Returns the cross entropy, and what else is to be reported.
+    """Returns the cross entropy; see `SharedEmbeddingSoftmax.compute_loss`.
 
     Args:
-      x: [B, L, D], of `hidden`.
-      labels: [B, L], the token to predict at each position.
-      weights: [B, L]; 0 takes a position out.
-
-    Returns:
-      As `SharedEmbeddingSoftmax.compute_loss`.
+      x: Result of `hidden`, [B, L, D].
+      labels: Token to predict at each position, [B, L].
+      weights: Weights of the positions, [B, L].
     """
     return self.softmax.compute_loss(x, labels, weights)
 
   def _check_length(self, length: int) -> None:
-    # Of trained positions, which a gather would not find missing.
+    # A gather of trained positions would not notice that there are too few.
     most = getattr(self.hparams.position_emb_tpl, 'max_seq_length', length)
     if length > most:
       raise ValueError(
         f'Got {length} positions; {self.module_name} has max_seq_length {most}.'
-        ' Decode less, or raise it.'
+        ' Decode fewer tokens, or increase it.'
       )
 
 
 class TransformerLm(_Embedded):
-  """A language model of one stack of layers.
+  """A language model with one stack of layers.
 
   Attributes:
-    stacked_transformer_tpl: the layers.
-    packed_input: whether rows hold several documents, of which none sees
-      another. Then `segment_ids` is needed.
+    stacked_transformer_tpl: Template of the stack.
+    packed_input: Whether rows hold several documents, which must not see each
+      other. If so, `segment_ids` is required.
   """
 
   stacked_transformer_tpl: BaseHParams = sub_config_field(
@@ -164,15 +171,15 @@ class TransformerLm(_Embedded):
     segment_pos: jax.Array | None = None,
     paddings: jax.Array | None = None,
   ) -> jax.Array:
-    """Returns what goes into the output layer, [B, L, D].
+    """Returns the input of the output layer, [B, L, D].
 
     Args:
-      ids: integers below V, [B, L].
-      segment_ids: the document that each token is of, [B, L].
-      segment_pos: the position of each token in its document, [B, L]; None
-        counts from the start of the row.
-      paddings: [B, L], 1 where there is no token, which then no token sees;
-        without effect with `packed_input`. None is nowhere.
+      ids: Integers below V, [B, L].
+      segment_ids: Index of each token's document, [B, L].
+      segment_pos: Position of each token in its document, [B, L]. If None, they
+        count from the start of the row.
+      paddings: [B, L], 1 for padding, which no token then sees. If None, there
+        is no padding. Ignored with `packed_input`.
 
     Raises:
       ValueError: `segment_ids` is missing, or given without `packed_input`.
@@ -181,25 +188,26 @@ class TransformerLm(_Embedded):
       got = 'no' if segment_ids is None else 'a value of'
       raise ValueError(
         f'{self.module_name}.packed_input is {self.hparams.packed_input}, and'
-        f' there is {got} segment_ids, which are for packed_input=True.'
+        f' there is {got} segment_ids. Give segment_ids exactly if packed_input'
+        ' is True.'
       )
     if paddings is not None and segment_ids is None:
-      # As in Praxis, padding is a document of its own; in packed rows it is of
-      # the document that `segment_ids` says.
+      # Praxis makes padding a separate document, too. In packed rows,
+      # `segment_ids` decides which document it belongs to.
       segment_ids = _seen(paddings).astype(jnp.int32)
     context = Context(segment_ids=segment_ids, position=segment_pos)
     x_BLD = self._embed(ids, segment_pos)
     return self.final_ln(self.transformer(x_BLD, context))
 
   def empty_cache(self, batch: int, length: int) -> Any:
-    """Returns room for `extend_step`.
+    """Returns an empty cache for `extend_step`.
 
     Args:
       batch: B.
-      length: M, as many positions as there shall be.
+      length: M, the largest number of positions.
 
     Raises:
-      ValueError: there are not so many positions.
+      ValueError: `length` exceeds the number of trained positions.
     """
     self._check_length(length)
     return {'transformer': self.transformer.empty_cache(batch, length)}
@@ -209,16 +217,16 @@ class TransformerLm(_Embedded):
   ) -> tuple[jax.Array, Any]:
     """Runs the model on the next tokens.
 
-    They see what the cache holds of the positions before them, and none after:
-    what padding has left there does no harm.
+    Each token sees the earlier positions in the cache. Leftovers of padding at
+    later positions do no harm, because no token sees them.
 
     Args:
-      ids: [B, L], at the positions from `start`.
-      cache: of `empty_cache`, or the call before.
-      start: of all rows, or [B] of each.
+      ids: Next tokens, [B, L], at the positions from `start`.
+      cache: Cache from `empty_cache` or from the previous call.
+      start: First position, for all rows, or [B] for each row.
 
     Returns:
-      Float32 logits [B, L, V], and the cache.
+      Float32 logits [B, L, V] and the extended cache.
     """
     return self._extend('transformer', ids, cache, start, Context())
 
@@ -226,15 +234,14 @@ class TransformerLm(_Embedded):
 class TransformerEncoderDecoder(_Embedded):
   """An encoder of a source, and a decoder that attends to it.
 
-  Vaswani et al. (2017), but normalised before each part.
-
-  Those of embedding and output are the decoder's.
+  As in Vaswani et al. (2017), but with each sublayer's input normalized. The
+  inherited fields of the embedding and the output layer are the decoder's.
 
   Attributes:
-    encoder_stacked_transformer_tpl: the encoder's layers.
-    decoder_stacked_transformer_tpl: the decoder's.
-    encoder_embedding_tpl: what embeds the source, and has its own
-      `num_classes`; None is what embeds the target.
+    encoder_stacked_transformer_tpl: Template of the encoder's stack.
+    decoder_stacked_transformer_tpl: Template of the decoder's stack.
+    encoder_embedding_tpl: Template of the source's embedding, with its own
+      `num_classes`. If None, the target's embedding is used.
   """
 
   encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
@@ -274,11 +281,11 @@ class TransformerEncoderDecoder(_Embedded):
   def encode(
     self, source_ids: jax.Array, source_paddings: jax.Array
   ) -> jax.Array:
-    """Returns what the decoder attends to, [B, T, D].
+    """Returns the encoded source, which the decoder attends to, [B, T, D].
 
     Args:
-      source_ids: integers below the source's vocabulary, [B, T].
-      source_paddings: [B, T], 1 where there is no token, else 0.
+      source_ids: Integers below the source's vocabulary size, [B, T].
+      source_paddings: [B, T], 1 for padding, 0 for tokens.
     """
     x_BTD = self._embed(source_ids, embedding=self._encoder_embedding)
     context = Context(seen=_seen(source_paddings))
@@ -290,12 +297,12 @@ class TransformerEncoderDecoder(_Embedded):
     source_paddings: jax.Array,
     target_ids: jax.Array,
   ) -> jax.Array:
-    """Returns what goes into the output layer, [B, L, D].
+    """Returns the input of the output layer, [B, L, D].
 
     Args:
-      source_ids: as for `encode`.
-      source_paddings: as for `encode`.
-      target_ids: integers below V, [B, L]: what precedes each prediction.
+      source_ids: Source, as for `encode`.
+      source_paddings: Padding of the source, as for `encode`.
+      target_ids: Token before each prediction, integers below V, [B, L].
     """
     context = Context(
       source=self.encode(source_ids, source_paddings),
@@ -306,15 +313,15 @@ class TransformerEncoderDecoder(_Embedded):
   def empty_cache(
     self, encoded: jax.Array, source_paddings: jax.Array, length: int
   ) -> Any:
-    """Returns room for `extend_step`, and what it attends to of the source.
+    """Returns a cache for `extend_step`, with the source's keys and values.
 
     Args:
-      encoded: [B, T, D], of `encode`.
-      source_paddings: [B, T], as for `encode`.
-      length: M, as many positions as there shall be.
+      encoded: Result of `encode`, [B, T, D].
+      source_paddings: Padding of the source, as for `encode`.
+      length: M, the largest number of target positions.
 
     Raises:
-      ValueError: there are not so many positions.
+      ValueError: `length` exceeds the number of trained positions.
     """
     self._check_length(length)
     batch = encoded.shape[0]

@@ -1,12 +1,11 @@
-"""Stacks of layers of a transformer.
+"""Stacks of transformer layers.
 
-A stack is run in one of three ways, which compute the same:
-`StackedTransformer` (unrolled), `StackedTransformerRepeated` (one loop) or
-`PipelinedTransformer`. Each has the methods of one layer: see
-`transformer_layers`.
+There are three ways to run a stack, with the same result: `StackedTransformer`
+(unrolled), `StackedTransformerRepeated` (one loop) and `PipelinedTransformer`.
+Each has the methods of a single layer: see `transformer_layers`.
 
 Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
-values, K head dim, V vocab, S matrices side by side, M positions of a cache, T
+values, K head dim, V vocab, S stacked matrices, M positions of a cache, T
 length of the source.
 """
 
@@ -31,24 +30,25 @@ Context = attentions.Context
 
 
 class StackedTransformer(base_layer.BaseLayer):
-  """Layers one after the other, unrolled: XLA fuses across them.
+  """A sequence of layers, unrolled so that XLA can fuse across them.
+
+  Sizes that are 0 or None take the value of `transformer_layer_params_tpl`.
 
   Attributes:
-    num_layers: how many.
+    num_layers: Number of layers.
     model_dims: D.
     hidden_dims: F.
     num_heads: H.
     dim_per_head: K.
-    mask_self_attention: whether no position sees later ones.
-    use_cross_attention: whether the layers attend to `Context.source`.
-    residual_dropout_prob: part of what each part of a layer adds that is
-      dropped in training.
-    relu_dropout_prob: the same within the feed-forward parts.
-    atten_dropout_prob: the same of attention's weights.
-    dropout_prob: takes the place of those of these three that are 0.
-    transformer_layer_params_tpl: the layers; it says what is 0 or None above.
-    checkpoint_policy: what of each layer the backward pass computes again;
-      see `transformer.remat_policy`.
+    mask_self_attention: Whether a position sees no later ones.
+    use_cross_attention: Whether the layers attend to `Context.source`.
+    residual_dropout_prob: Dropout rate of the sublayers' outputs.
+    relu_dropout_prob: Dropout rate of the feed-forward blocks' hidden values.
+    atten_dropout_prob: Dropout rate of the attention weights.
+    dropout_prob: Default of the three dropout rates, used where they are 0.
+    transformer_layer_params_tpl: Template of the layers.
+    checkpoint_policy: Rematerialization policy of each layer; see
+      `transformer.remat_policy`.
   """
 
   num_layers: int = 0
@@ -78,7 +78,7 @@ class StackedTransformer(base_layer.BaseLayer):
       [p.transformer_layer_params_tpl.clone() for _ in range(p.num_layers)],
       is_causal=p.mask_self_attention,
       use_cross_attention=p.use_cross_attention,
-      **transformer_layers.given(
+      **transformer_layers.non_default(
         input_dims=p.model_dims,
         hidden_dims=p.hidden_dims,
         num_heads=p.num_heads,
@@ -103,7 +103,7 @@ class StackedTransformer(base_layer.BaseLayer):
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
   ) -> list[Any]:
-    """Returns the caches of the layers, [1, B, ...] each."""
+    """Returns the caches of the layers, arrays [1, B, ...]."""
     return [layer.empty_cache(batch, length, source) for layer in self.x_layers]
 
   def extend_step(
@@ -121,8 +121,8 @@ class StackedTransformer(base_layer.BaseLayer):
     return x_BLD, new
 
 
-class _OfRepeat(base_layer.BaseLayer):
-  """A stack that is a repeated one, its child `repeat`."""
+class _RepeatedStack(base_layer.BaseLayer):
+  """A stack that delegates to a `Repeat`, its child `repeat`."""
 
   def __call__(
     self, inputs: jax.Array, context: Context | None = None
@@ -133,7 +133,7 @@ class _OfRepeat(base_layer.BaseLayer):
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
   ) -> Any:
-    """Returns the caches of the layers, [x_times, B, ...] each."""
+    """Returns the caches of all layers, arrays [x_times, B, ...]."""
     return self.repeat.empty_cache(batch, length, source)
 
   def extend_step(
@@ -147,14 +147,14 @@ class _OfRepeat(base_layer.BaseLayer):
     return self.repeat.extend_step(inputs, cache, start, context)
 
 
-class StackedTransformerRepeated(_OfRepeat):
-  """Layers one after the other, as one loop over stacked weights.
+class StackedTransformerRepeated(_RepeatedStack):
+  """A sequence of layers, run as one loop over stacked weights.
 
   Attributes:
-    block: what is repeated: often one layer.
-    x_times: how often.
-    checkpoint_policy: what of each block the backward pass computes again;
-      see `transformer.remat_policy`.
+    block: Template of the repeated block, which is often one layer.
+    x_times: Number of repetitions.
+    checkpoint_policy: Rematerialization policy of each block; see
+      `transformer.remat_policy`.
   """
 
   block: BaseHParams = sub_config_field(StackedTransformer.HParams)
@@ -173,22 +173,23 @@ class StackedTransformerRepeated(_OfRepeat):
     )
 
 
-class PipelinedTransformer(_OfRepeat):
-  """Layers dealt out to the stages of a pipeline, which work at the same time.
+class PipelinedTransformer(_RepeatedStack):
+  """A sequence of layers, distributed over the stages of a pipeline.
 
-  A stage that is a `StackedTransformerRepeated` is a loop over its blocks, and
-  a `StackedTransformer` is unrolled. Either way the weights, and the results,
-  are those of a `StackedTransformerRepeated` of all the layers, in the same
-  place; it decodes as that does. See `jaxline.parallel.pipeline`. Summaries of
-  the layers are not collected.
+  A stage given as `StackedTransformerRepeated` runs as a loop over its blocks.
+  A `StackedTransformer` is unrolled. Either way, the paths of the weights and
+  the results are the same as for a `StackedTransformerRepeated` of all layers,
+  and decoding runs that loop. Summaries of the layers are not collected. See
+  `jaxline.parallel.pipeline`.
 
   Attributes:
-    pipeline_stage: the layers that a stage has in one repeat. All of them
-      are these, times the stages, times the repeats.
-    num_pipeline_stages: groups of layers that work at the same time.
-    num_pipeline_microbatches: parts into which the batch is cut; or
-    pipeline_microbatch_size: rows of each.
-    circular_repeat: how often each part goes round the stages.
+    pipeline_stage: Template of a stage's layers in one repeat. The number of
+      layers is their number times the stages times the repeats.
+    num_pipeline_stages: Number of stages, which work at the same time.
+    num_pipeline_microbatches: Number of microbatches. Set either this field or
+      `pipeline_microbatch_size`.
+    pipeline_microbatch_size: Rows of a microbatch.
+    circular_repeat: Number of times that a microbatch passes all stages.
   """
 
   pipeline_stage: BaseHParams = sub_config_field(StackedTransformer.HParams)
@@ -210,7 +211,7 @@ class PipelinedTransformer(_OfRepeat):
     if len(given) != 1 or given[0] < 1:
       raise ValueError(
         f'{self.module_name} has num_pipeline_microbatches {sizes[0]} and'
-        f' pipeline_microbatch_size {sizes[1]}; expected one of them, a'
+        f' pipeline_microbatch_size {sizes[1]}. Set exactly one of them, to a'
         ' positive number.'
       )
     self.create_child(
@@ -224,14 +225,14 @@ class PipelinedTransformer(_OfRepeat):
     found = self.repeat.layer.abstract_init()
     if fp8.split(found[base_layer.PARAMS])[1]:
       raise errors.UsageError(
-        f'{self.module_name} has products in FP8, which keep the next values of'
-        ' their scales in place of gradients; a pipeline would add them up over'
-        ' microbatches. Use StackedTransformerRepeated, or use_fp8=False.'
+        f'{self.module_name} has products in FP8, which return new scales in'
+        ' place of gradients. A pipeline would sum them over microbatches. Use'
+        ' StackedTransformerRepeated, or use_fp8=False.'
       )
     if variables := found[base_layer.NON_TRAINABLE]:
       raise ValueError(
-        f'{self.module_name} would lose what its microbatches write into the'
-        f' variables of {sorted(variables)}, which are not trained. Use'
+        f'{self.module_name} is a pipeline, which would lose the updates of the'
+        f' non-trainable variables of {sorted(variables)}. Use'
         ' StackedTransformerRepeated.'
       )
 
@@ -241,12 +242,12 @@ class PipelinedTransformer(_OfRepeat):
     """Returns [B, L, D]; see `Transformer`.
 
     Raises:
-      ValueError: the sizes do not fit the batch or the mesh; or a layer has an
-        aux loss.
+      ValueError: The batch or the mesh does not divide as required, or a layer
+        has an auxiliary loss.
     """
     p = self.hparams
     context = context or Context()
-    if context.rows is None:  # What is dropped depends on no microbatch.
+    if context.rows is None:  # Dropout must not depend on the microbatch.
       context = context._replace(rows=jnp.arange(inputs.shape[0]))
     run = self.repeat.runner('__call__')
 
@@ -256,7 +257,7 @@ class PipelinedTransformer(_OfRepeat):
       x, collected = run({base_layer.PARAMS: params}, number, x, context)
       if collected.aux_losses:
         raise ValueError(
-          f'{self.module_name} is a pipeline, in which no layer may have an aux'
+          f'{self.module_name} is a pipeline, whose layers must not have an aux'
           f' loss; got {sorted(collected.aux_losses)}. Use'
           ' StackedTransformerRepeated.'
         )
@@ -296,5 +297,5 @@ def in_blocks(stack: Any, **fields: Any) -> Any:
     if field in stack.names():
       return stack.set(**{field: in_blocks(getattr(stack, field), **fields)})
   if 'mask_self_attention' not in stack.names():
-    return stack  # The layer that takes it refuses it.
+    return stack  # The layer that uses the template rejects it.
   return stack.set(**fields)

@@ -1,6 +1,6 @@
-"""Transformers, by name: one layer, stacks, language model, encoder-decoder."""
+"""Re-exports the layers of transformers, under Praxis's names."""
 
-# ruff: noqa: F401 (others import them from here.)
+# ruff: noqa: F401 (other modules import these names from here)
 
 from examples.pax.layers.attentions import Context
 from examples.pax.layers.transformer_layers import Transformer

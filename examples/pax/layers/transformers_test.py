@@ -1,4 +1,4 @@
-"""Tests of transformers against another program, and of their ways to run.
+"""Tests of transformers against a separate program, and of all ways to run.
 
 Shapes: as in transformers.py.
 """
@@ -31,7 +31,7 @@ TRAINED = embedding_softmax.TrainablePositionalEmbedding.HParams(
 
 
 def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
-  """Layers as Pax's on C4, but with a cap that is felt."""
+  """Layers like Pax's on C4, with a cap low enough to have an effect."""
   atten = attentions.DotProductAttention.HParams(
     use_bias=False, atten_logit_cap=0.5, combine_qkv=True
   )
@@ -69,7 +69,7 @@ def _lm(stack, vocab=V, width=D, **fields):
 
 
 def _gpt3_lm(stack, vocab=V, width=D, length=L, epsilon=1e-5):
-  """As GPT-3, of the same stack."""
+  """A language model with GPT-3's options."""
   norm = normalizations.LayerNorm.HParams(epsilon=epsilon)
   block = getattr(stack, 'pipeline_stage', stack).block
   layer = block.transformer_layer_params_tpl.set(ln_tpl=norm.clone())
@@ -90,7 +90,7 @@ def _gpt3_lm(stack, vocab=V, width=D, length=L, epsilon=1e-5):
 
 
 def _random_like(layer):
-  """Returns variables none of which is what it starts as."""
+  """Returns random variables."""
   return _random(jax.eval_shape(layer.init, jax.random.key(0)))
 
 
@@ -140,10 +140,10 @@ def _loss(lm, **kwargs):
   return loss
 
 
-# ---- Against another program.
+# ---- Comparison with a separate program.
 
 
-# An independent program: NumPy, float64, one position at a time.
+# The program uses NumPy, float64, and one position at a time.
 
 
 def _numpy_norm(x, w, epsilon):
@@ -235,7 +235,7 @@ def test_the_loss_is_that_of_another_program(name):
   for row, labels in zip(
     np.asarray(ids), np.asarray(ids[:, ::-1]), strict=True
   ):
-    # Of documents that share a row each is as if it were alone.
+    # Documents that share a row do not see each other.
     parts = (slice(0, 3), slice(3, L)) if documents else (slice(0, L),)
     logits = np.concatenate(
       [_numpy_logits(variables, row[part], **options) for part in parts]
@@ -250,7 +250,7 @@ def test_the_loss_is_that_of_another_program(name):
 
 
 def _stacked(variables, times):
-  """Returns the weights of unrolled layers as those of a repeated one."""
+  """Stacks the weights of unrolled layers for a repeated one."""
   unrolled = variables[base_layer.PARAMS]
   stack = 'transformer_lm/transformer'
   params = {
@@ -309,7 +309,7 @@ def test_a_pipeline_drops_what_a_loop_does():
     return lambda seed: run(variables, _ids(), jax.random.key(seed))
 
   loop = program(_repeated(4, dropout=0.3))
-  # Four layers in two rounds, one of a stage at a time, on one row each.
+  # Four layers in two rounds, with one layer per stage and one row at a time.
   pipeline = program(
     _pipelined(
       _block(1, dropout=0.3), pipeline_microbatch_size=1, circular_repeat=2
@@ -346,24 +346,21 @@ def test_axes_give_shardings_that_compute_the_same():
 # ---- Decoding.
 
 ROTARY = {'use_rotary_position_emb': True, 'num_kv_heads': 2}
-PROMPTS = (3, 1, 5, 2)  # Tokens of each row's.
+PROMPTS = (3, 1, 5, 2)  # Length of each row's prompt.
 
 
 def _stepwise(layer, variables, cache, ids):
-  """Returns logits [B, L, V]: of prompts at once, then token by token.
-
-  Of what is before a prompt's last token, all zeros.
-  """
+  """Returns the logits of the prompts, and of each later token."""
   step = functools.partial(layer.apply, variables, method='extend_step')
   lengths_B, longest = jnp.asarray(PROMPTS), max(PROMPTS)
-  # What is behind a prompt is wrong.
+  # The padding of the prompts has wrong tokens.
   is_prompt = jnp.arange(longest)[None] < lengths_B[:, None]
   prompts = jnp.where(is_prompt, ids[:, :longest], V - 1)
   prefill, cache = step(prompts, cache, 0)
 
   def one(cache, i):
     start_B = lengths_B + i
-    # Rows whose sequence is over go on at its end, and beyond the cache.
+    # Rows that are done repeat their last token, even beyond the cache.
     token_B1 = jnp.take_along_axis(
       ids, jnp.minimum(start_B, L - 1)[:, None], axis=1
     )
@@ -449,8 +446,8 @@ def test_an_encoder_decoder_sees_its_source_and_the_past_only():
   ids = _ids()
   whole, decoded = run(variables, source, paddings, ids)
   _assert_decoded(whole, decoded)
-  # What padding holds does not matter; what the source holds does, everywhere;
-  # and what comes later in the target does not.
+  # The tokens in padding have no effect. The source has an effect everywhere,
+  # and later target tokens have none.
   garbage = jnp.where(paddings == 1, V - 1, source)
   np.testing.assert_allclose(
     run(variables, garbage, paddings, ids)[0], whole, atol=1e-5
@@ -480,7 +477,6 @@ def test_a_gated_feed_forward_part_is_its_formula():
     use_gated_activation=True,
     activation_tpl=activations.SiLU.HParams(),
     ln_tpl=normalizations.IdentityNorm.HParams(),
-    residual_weight=0.5,
   ).Instantiate()
   variables = _random_like(layer)
   x = np.random.default_rng(1).normal(size=(1, 2, 3)).astype(np.float32)
@@ -492,7 +488,7 @@ def test_a_gated_feed_forward_part_is_its_formula():
   a, gate = (x[0] @ first['w'][:, i] + first['b'][i] for i in (0, 1))
   hidden = a / (1 + np.exp(-a)) * gate
   out = hidden @ second['w'] + second['b']
-  np.testing.assert_allclose(actual[0], x[0] + 0.5 * out, rtol=1e-5)
+  np.testing.assert_allclose(actual[0], x[0] + out, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +543,7 @@ def test_layers_of_one_fiddle_config_have_weights_of_their_own():
   )
   stack.num_layers = 4
   assert fdl.build(config).num_params() == layer.num_params() + per_layer
-  # Those with one name are one.
+  # Layers with the same id are one layer.
   stack.transformer_layer_params_tpl.shared_weight_layer_id = 'all'
   assert fdl.build(config).num_params() == layer.num_params() - 2 * per_layer
 
@@ -575,7 +571,7 @@ def test_what_makes_no_model_is_refused():
   ('fields', 'method', 'args', 'match'),
   [
     ({'packed_input': True}, 'hidden', (_ids(),), 'there is no segment_ids'),
-    ({}, 'hidden', (_ids(), _ids()), 'are for packed_input=True'),
+    ({}, 'hidden', (_ids(), _ids()), 'a value of segment_ids'),
     (
       {'stacked_transformer_tpl': _repeated(2, 'nothin')},
       'hidden',
@@ -592,13 +588,13 @@ def test_what_makes_no_model_is_refused():
       {'position_emb_tpl': TRAINED},
       'hidden',
       (_ids(length=L + 1),),
-      'Got sequences of 9 tokens; .* 8. Cut them',
+      r'Got sequences of 9 tokens; .* 8\.',
     ),
     (
       {'position_emb_tpl': TRAINED},
       'empty_cache',
       (1, L + 1),
-      'Got 9 positions; .* 8. Decode less',
+      r'Got 9 positions; .* 8\.',
     ),
   ],
 )
@@ -609,7 +605,7 @@ def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
 
 
 def test_defaults_are_those_of_praxis():
-  # Of praxis 1.4.0; what the registered experiments need else, they set.
+  # The defaults are from praxis 1.4.0. Registered experiments set other values.
   ff = transformers.TransformerFeedForward.HParams()
   assert isinstance(ff.activation_tpl, activations.ReLU.HParams)
   assert not attentions.DotProductAttention.HParams().combine_qkv
@@ -659,10 +655,10 @@ def _attention_values(seed, name):
   ],
 )
 def test_a_layer_is_that_of_praxis(has_cross, last, total):
-  """Of layers.Transformer of praxis 1.4.0, jax 0.4.26, Python 3.10.
+  """layers.Transformer of praxis 1.4.0, jax 0.4.26, Python 3.10.
 
   input_dims=4, hidden_dims=8, num_heads=2, dim_per_head=2, a causal mask, no
-  paddings, float32, in evaluation; the weights and inputs are those below.
+  paddings, float32, in evaluation, with the weights and inputs below.
   """
   layer = transformers.Transformer.HParams(
     name='t',
@@ -696,10 +692,10 @@ def test_a_layer_is_that_of_praxis(has_cross, last, total):
   context = transformers.Context(source=source)
   run = functools.partial(layer.apply, do_eval=True)
   out = jax.jit(run)(variables, x, context)
-  # Float32 rounds otherwise on other processors; .
+  # Processors differ in how they round float32.
   np.testing.assert_allclose(out[0, -1], last, rtol=1e-5, atol=5e-6)
   np.testing.assert_allclose(np.abs(out).sum(), total, rtol=1e-5)
-  # A token at a time.
+  # Decoding token by token gives the same.
   cache = run(variables, 1, 3, source, method='empty_cache')
   for i in range(3):
     step, cache = run(

@@ -1,6 +1,6 @@
-"""Tasks; below it, the registered experiments: `tasks.lm.params.lm_cloud.X`."""
+"""Tasks, and in `params` below it the registered experiments."""
 
-# ruff: noqa: F401 (others import them from here.)
+# ruff: noqa: F401 (other modules import these names from here)
 
 from examples.pax import hparams
 from examples.pax.base_task import BaseTask

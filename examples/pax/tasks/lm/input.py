@@ -1,38 +1,33 @@
-"""Data of the language models: C4, or other text, from files.
+"""Inputs of the language models: C4 or other text files.
 
-Rows are packed, with the entries ids, labels, weights, segment_ids and
-segment_pos, [b, L] each; of C4 paddings too.
+Rows are packed. They have the entries ids, labels, weights, segment_ids and
+segment_pos, each [b, L]. Rows of C4 have paddings, too.
 """
 
-import functools
 import glob
 import os
 import pathlib
 from typing import Any
 
 from etils import epath
-import numpy as np
 
 from examples.pax.inputs import c4
 from examples.pax.inputs import seqio
-from examples.pax.tasks.lm import records
 from jaxline import errors
 from jaxline.inputs import base as inputs
-from jaxline.inputs import iterable
 from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
-# What the model reads before the first token of a piece, as SeqIO has it.
+# Token that the model reads before the first token of a piece, as in SeqIO.
 BOS_ID = 0
 
 _GET_C4 = (
-  'Download C4: `hf download allenai/c4 --repo-type=dataset'
-  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or `tfds build"
-  ' c4/en:3.0.1` (TFRecord, or ArrayRecord with'
-  ' --file_format=array_record); then give the folder of the files'
-  ' `c4-train.*` and `c4-validation.*` with --config.data_dir=DIR/en, and a'
-  ' SentencePiece model with --config.vocabulary=FILE.model. Or train the same'
-  ' model on the bundled corpus: --config.data=stdlib.'
+  'Download C4 with `hf download allenai/c4 --repo-type=dataset'
+  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or with `tfds build"
+  ' c4/en:3.0.1` (TFRecord). Then give the folder of the files `c4-train.*` and'
+  ' `c4-validation.*` with --config.data_dir=DIR/en, and a SentencePiece model'
+  ' with --config.vocabulary=FILE.model. Or train the same model on the bundled'
+  ' corpus with --config.data=stdlib.'
 )
 
 
@@ -56,17 +51,19 @@ def text_input(
   eval_batches: int | None = None,
   shard: inputs.Shard | None = None,
 ) -> text.TextInput:
-  """Makes rows of text files, packed.
+  """Makes an input of packed rows of text files.
 
   Args:
-    files: 'stdlib' is the bundled corpus; or a folder or a glob.
-    batch_size: rows of a host.
-    length: tokens of a row.
-    vocab_size: of the model.
-    tokenizer: as for `tokenization.load_tokenizer`.
-    is_training: whether of the training documents, for ever.
-    eval_batches: of the held-out ones, at most so many, the same each time.
-    shard: which rows to read; None is those of this process.
+    files: 'stdlib' for the bundled corpus, or a folder or glob.
+    batch_size: Rows of a host's batch.
+    length: Tokens of a row.
+    vocab_size: Vocabulary size of the model.
+    tokenizer: Name or path for `tokenization.load_tokenizer`.
+    is_training: Whether to read the training documents, without end. If False,
+      reads the held-out ones.
+    eval_batches: Maximum number of batches of an evaluation, the same batches
+      each time. If None, all of them.
+    shard: Shard to read. If None, this process's shard.
   """
   check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
   return text.TextInput(
@@ -95,32 +92,33 @@ def c4_input(
   append_eos: bool = True,
   shard: inputs.Shard | None = None,
 ) -> inputs.BaseInput:
-  """Makes rows of C4, packed.
+  """Makes an input of packed rows of C4.
 
-  JSON and TFRecord go through SeqIO, as in Pax; ArrayRecord through Grain.
+  SeqIO reads the files, JSON or TFRecord, as in Pax.
 
   Args:
-    data_dir: a folder of its files: `c4-train.*`, `c4-validation.*`; also one
-      that `etils.epath` can read ('gs://...').
-    vocabulary: a SentencePiece model, a local file, whose token 0 is padding.
-    batch_size: rows of a host.
-    length: tokens of a row.
-    vocab_size: of the model.
-    is_training: whether of the split 'train', or of 'validation'.
-    eval_batches: of 'validation', the next so many each time; None is one
-      epoch, of ArrayRecord not to be had.
-    append_eos: whether a document ends with the end token, and the model reads
-      `BOS_ID` before a row. False is Pax's rows, which have neither.
-    shard: which rows to read; None is those of this process.
+    data_dir: Folder of the files `c4-train.*` and `c4-validation.*`. Any path
+      that `etils.epath` can read, such as 'gs://...'.
+    vocabulary: Local file of a SentencePiece model whose token 0 is padding.
+    batch_size: Rows of a host's batch.
+    length: Tokens of a row.
+    vocab_size: Vocabulary size of the model.
+    is_training: Whether to read the split 'train'. If False, 'validation'.
+    eval_batches: Number of batches of an evaluation, which continues where the
+      last one ended. If None, one epoch.
+    append_eos: Whether documents end with the end token, and the model reads
+      `BOS_ID` before a row. If False, the rows are like Pax's, which have
+      neither.
+    shard: Shard to read. If None, this process's shard.
 
   Raises:
-    ValueError: no files or no vocabulary are given, or it is too large; or
-      `append_eos` is False for ArrayRecord.
-    FileNotFoundError: or they are not there.
+    ValueError: `data_dir` or `vocabulary` is None, the vocabulary is larger
+      than `vocab_size`, or the files are neither JSON nor TFRecord.
+    FileNotFoundError: The files or the vocabulary do not exist.
   """
   if data_dir is None or vocabulary is None:
     raise errors.UsageError(
-      f'The data is C4, but data_dir is {data_dir!r} and vocabulary'
+      f'The data is C4, but data_dir is {data_dir!r} and vocabulary is'
       f' {vocabulary!r}; expected paths. {_GET_C4}'
     )
   if not pathlib.Path(vocabulary).is_file():
@@ -142,20 +140,6 @@ def c4_input(
   }
   if not is_training and eval_batches is not None:
     fields |= {'reset_for_eval': False, 'eval_loop_num_batches': eval_batches}
-  if any('.array_record' in os.path.basename(path) for path in files):
-    if not append_eos:
-      raise errors.UsageError(
-        'append_eos is False, and the files are ArrayRecord, whose rows always'
-        ' have end tokens. Give JSON or TFRecord, or append_eos=True.'
-      )
-    return iterable.IterableInput(
-      name='C4',
-      function=functools.partial(
-        _array_record_rows, files, vocabulary, length, batch_size, is_training
-      ),
-      # The rows have no end: an evaluation without a number is refused.
-      **fields | {'eval_loop_num_batches': eval_batches},
-    )
   task = c4.c4_task(
     **{'train_files' if is_training else 'eval_files': files},
     vocabulary=vocabulary,
@@ -171,61 +155,9 @@ def c4_input(
 def check_vocabulary(
   tokenizer: tokenization.Tokenizer, vocab_size: int
 ) -> None:
-  """Refuses a tokenizer that has more tokens than the model."""
+  """Raises a UsageError if a tokenizer has more tokens than the model."""
   if tokenizer.vocab_size > vocab_size:
     raise errors.UsageError(
       f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
       f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
     )
-
-
-def _array_record_rows(
-  files: list[str],
-  vocabulary: str,
-  length: int,
-  batch_size: int,
-  shuffle: bool,
-  host_index: int,
-  num_hosts: int,
-) -> Any:
-  """Returns the endless batches of a host's rows of ArrayRecord files.
-
-  The documents of a host, in another order each epoch if `shuffle`, are put one
-  after the other, each ended by the vocabulary's end token, and cut into rows
-  without a gap. Within a row, a document (or what is here of it) is a segment.
-  Each record is a `tf.train.Example` with `text`, as TensorFlow Datasets writes
-  it, or a JSON object with `text`.
-  """
-  import grain
-
-  tokenizer = tokenization.load_tokenizer(f'{vocabulary}#</s>')
-
-  def tokens(record: bytes) -> dict[str, np.ndarray]:
-    ids = tokenizer.encode(records.document_text(record))
-    return {'labels': np.append(ids, np.int32(tokenizer.document_id))}
-
-  source = grain.sources.ArrayRecordDataSource(files)
-  documents = grain.MapDataset.source(source)
-  if shuffle:
-    documents = documents.shuffle(seed=c4.SEED)
-  documents = documents[host_index::num_hosts].repeat().map(tokens)
-  rows = grain.experimental.ConcatThenSplitIterDataset(
-    documents.to_iter_dataset(), length_struct={'labels': length}
-  )
-  return rows.map(_row).batch(batch_size)
-
-
-def _row(packed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  labels = packed['labels'].astype(np.int32)
-  places = packed['labels_positions'].astype(np.int32)
-  segments = packed['labels_segment_ids'].astype(np.int32)
-  is_token = segments > 0
-  before = np.concatenate([[BOS_ID], labels[:-1]])
-  return {
-    'ids': np.where(places == 0, BOS_ID, before).astype(np.int32),
-    'labels': labels,
-    'weights': is_token.astype(np.float32),
-    'paddings': 1 - is_token.astype(np.float32),
-    'segment_ids': segments,
-    'segment_pos': places,
-  }

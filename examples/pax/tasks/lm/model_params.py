@@ -1,7 +1,7 @@
-"""A language model as constants: the base of the registered ones.
+"""The base class of the registered language models, defined by constants.
 
-Its numbers are those that most of Pax's language models have in common; a
-subclass sets the sizes and the numbers that differ.
+Most of Pax's language models share these values. A subclass sets the sizes and
+all values that differ.
 """
 
 from collections.abc import Mapping
@@ -46,81 +46,83 @@ class LmExperiment(base_experiment.BaseExperiment):
 
   NUM_LAYERS: ClassVar[int]
   MODEL_DIMS: ClassVar[int]  # Width of the residual stream, D.
-  HIDDEN_DIMS: ClassVar[int]  # Width within the feed-forward part, F.
+  HIDDEN_DIMS: ClassVar[int]  # Hidden width of the feed-forward blocks, F.
   NUM_HEADS: ClassVar[int]
   DIMS_PER_HEAD: ClassVar[int]
   VOCAB_SIZE: ClassVar[int]
   MAX_SEQ_LEN: ClassVar[int]  # Tokens of a row in training.
-  # Rows for each device of the mesh; may be a fraction.
+  # Rows per device of the mesh, possibly a fraction.
   PERCORE_BATCH_SIZE: ClassVar[float]
 
-  ACTIVATION: ClassVar[str] = 'gelu'  # By tanh; or 'relu', 'silu'.
-  # Whether a second product multiplies it.
+  ACTIVATION: ClassVar[str] = 'gelu'  # 'gelu' (tanh form), 'relu' or 'silu'.
+  # Whether a second projection multiplies the activation.
   USE_GATED_ACTIVATION: ClassVar[bool] = False
-  # Of attention; the feed-forward part has biases.
+  # Whether attention has biases. The feed-forward blocks always do.
   USE_BIAS: ClassVar[bool] = False
-  # Whether queries, keys and values are one product.
+  # Whether queries, keys and values are computed as one product.
   COMBINE_QKV: ClassVar[bool] = True
-  # Whether queries have a learned scale by dimension.
+  # Whether queries have a learned scale for each dimension.
   ENABLE_PER_DIM_SCALE: ClassVar[bool] = True
-  ATTEN_LOGIT_CAP: ClassVar[float] = 50.0  # 0 is none.
-  SOFTMAX_CAP_LOGITS: ClassVar[float] = 30.0  # Of the output; 0 is none.
+  ATTEN_LOGIT_CAP: ClassVar[float] = 50.0  # 0 disables the cap.
+  # Cap of the output logits. 0 disables it.
+  SOFTMAX_CAP_LOGITS: ClassVar[float] = 30.0
   SOFTMAX_BIAS: ClassVar[bool] = True
   # Whether embedded tokens are multiplied by sqrt(D).
   SCALE_SQRT_DEPTH: ClassVar[bool] = True
-  # Whether positions are embedded by weights; otherwise by sinusoids.
+  # Whether position embeddings are trained. If not, they are sinusoids.
   TRAINABLE_POSITION_EMB: ClassVar[bool] = False
   TRAINABLE_PE_MAX_SEQ_LEN: ClassVar[int] = 16384
   NORM_EPSILON: ClassVar[float] = 1e-6
-  # Standard deviation of all initial weights; None is Xavier, and 1 / sqrt(D)
-  # for the embedding.
+  # Standard deviation of all initial weights. None means Xavier, and
+  # 1 / sqrt(D) for the embedding.
   INIT_STD: ClassVar[float | None] = None
 
-  # Of what is computed; weights are float32.
+  # Dtype of the computation. Weights are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
-  # Whether the layers' products with weights are of 8-bit numbers.
+  # Whether the layers' products with weights use 8-bit floats.
   USE_FP8: ClassVar[bool] = False
-  ATTENTION_IMPL: ClassVar[str] = 'einsum'  # Of `transformer.ATTENTIONS`.
-  LOSS_CHUNKS: ClassVar[int] = 1  # Pieces of a row whose logits exist at once.
-  # Layers as one loop over stacked weights, in a pipeline those of a stage;
-  # else they are unrolled.
+  ATTENTION_IMPL: ClassVar[str] = 'einsum'  # One of `transformer.ATTENTIONS`.
+  # Number of pieces of a row in the loss, which holds one piece's logits.
+  LOSS_CHUNKS: ClassVar[int] = 1
+  # Whether the layers (in a pipeline, a stage's layers) are one loop over
+  # stacked weights. If not, they are unrolled.
   USE_REPEATED_LAYER: ClassVar[bool] = True
-  # What the backward pass computes again, one of `transformer.REMATS`.
+  # Rematerialization policy, one of `transformer.REMATS`.
   CHECKPOINT_POLICY: ClassVar[str] = 'full'
-  NUM_STAGES: ClassVar[int] = 1  # Of a pipeline; 1 is none.
-  # Rows that go through the pipeline together.
+  NUM_STAGES: ClassVar[int] = 1  # Pipeline stages. 1 means no pipeline.
+  # Rows of a pipeline's microbatch.
   MICROBATCH_SIZE: ClassVar[int | None] = None
   SHARDING: ClassVar[str] = 'fsdp_tp'
 
-  LEARNING_RATE: ClassVar[float]  # At its peak, after a linear warm-up.
-  LR_SCHEDULE: ClassVar[str] = 'exponential'  # Or 'cosine'.
+  LEARNING_RATE: ClassVar[float]  # Peak value, after a linear warm-up.
+  LR_SCHEDULE: ClassVar[str] = 'exponential'  # 'exponential' or 'cosine'.
   LR_WARMUP_STEPS: ClassVar[int] = 4000
-  LR_DECAY_START: ClassVar[int] = 4001  # The step at which it begins to fall.
+  LR_DECAY_START: ClassVar[int] = 4001  # First step of the decay.
   LR_DECAY_END: ClassVar[int] = 300_000
-  LR_MIN_RATIO: ClassVar[float] = 0.1  # To this part of the peak.
+  LR_MIN_RATIO: ClassVar[float] = 0.1  # Final rate, as a fraction of the peak.
   ADAM_BETA1: ClassVar[float] = 0.9
   ADAM_BETA2: ClassVar[float] = 0.99
   ADAM_EPSILON: ClassVar[float] = 1e-6  # Added to the second moment's root.
-  # Most that an update's root mean square may be; 0 is no limit.
+  # Maximum root mean square of an update. 0 means no limit.
   ADAM_CLIP_THRESHOLD: ClassVar[float] = 1.0
-  WEIGHT_DECAY: ClassVar[float] = 1e-3  # Of all weights.
-  CLIP_GRADIENT_NORM: ClassVar[float] = 5.0  # Of all gradients together.
-  # Nats a token in an evaluation at which training ends.
+  WEIGHT_DECAY: ClassVar[float] = 1e-3  # Applies to all weights.
+  CLIP_GRADIENT_NORM: ClassVar[float] = 5.0  # Norm of all gradients together.
+  # Training stops when an evaluation reaches this many nats per token.
   TARGET_LOG_PPLX: ClassVar[float | None] = None
 
   # 'c4', 'stdlib' (the bundled corpus), 'synthetic' (ones), or a folder or glob
   # of text files.
   DATA: ClassVar[str]
-  DATA_DIR: ClassVar[str | None] = None  # Of C4, the folder of its files.
-  # Of C4, whether its documents end with an end token; without, its rows are
-  # Pax's, and no token stands before a prompt: see `input.c4_input`.
+  DATA_DIR: ClassVar[str | None] = None  # Folder of C4's files.
+  # Whether C4's documents end with an end token. If not, the rows are Pax's,
+  # and there is no token before a prompt: see `input.c4_input`.
   APPEND_EOS: ClassVar[bool] = True
-  # A SentencePiece model; None is bytes, but for C4.
+  # SentencePiece model. None means bytes; C4 requires a model.
   VOCABULARY: ClassVar[str | None] = None
-  # Of an evaluation; None is all there are.
+  # Batches of an evaluation. None means all.
   EVAL_LOOP_NUM_BATCHES: ClassVar[int | None] = 1
 
-  # How a step is computed, and evaluation.
+  # Constants that affect only how a step is computed, or evaluation.
   changeable_constants = (
     'ATTENTION_IMPL',
     'CHECKPOINT_POLICY',
@@ -131,12 +133,12 @@ class LmExperiment(base_experiment.BaseExperiment):
   )
 
   def _one_of(self, name: str, valid: Any) -> str:
-    """Returns a constant that names something."""
+    """Returns a constant after checking it against its valid values."""
     value = getattr(self, name)
     errors.check_names([value], valid, 'value', name)
     return value
 
-  # The data.
+  # Data.
 
   def datasets(self) -> list[fdl.Config]:
     """Returns an input for training and one for evaluation."""
@@ -183,14 +185,14 @@ class LmExperiment(base_experiment.BaseExperiment):
     return specs
 
   def prompting(self) -> base_experiment.Prompting:
-    """Returns the tokenizer of the data, and what stands before a document."""
+    """Returns the tokenizer of the data, and the token before a document."""
     if self.DATA == 'c4':
       if self.VOCABULARY is None:
         raise errors.UsageError(
           'To decode, a model of C4 needs the SentencePiece model that it was'
-          ' trained with: --config.vocabulary=FILE.model.'
+          ' trained with. Set --config.vocabulary=FILE.model.'
         )
-      # As `lm_input` begins and ends documents.
+      # Documents begin and end as in `lm_input`.
       tokenizer = tokenization.load_tokenizer(f'{self.VOCABULARY}#</s>')
       start_id = lm_input.BOS_ID if self.APPEND_EOS else None
     else:
@@ -198,10 +200,10 @@ class LmExperiment(base_experiment.BaseExperiment):
       start_id = tokenizer.document_id
     return base_experiment.Prompting(tokenizer, start_id, self.MAX_SEQ_LEN)
 
-  # The task.
+  # Task.
 
   def task(self) -> Any:
-    """Returns the task."""
+    """Returns the HParams of the task."""
     optimizer = optimizers.Adam.HParams(
       learning_rate=self.LEARNING_RATE,
       lr_schedule=_SCHEDULES[self._one_of('LR_SCHEDULE', _SCHEDULES)].HParams(
@@ -228,7 +230,7 @@ class LmExperiment(base_experiment.BaseExperiment):
     return task
 
   def lm(self) -> Any:
-    """Returns the network."""
+    """Returns the HParams of the network."""
     norm = normalizations.LayerNorm.HParams(epsilon=self.NORM_EPSILON)
     position: Any = embedding_softmax.PositionalEmbedding.HParams()
     if self.TRAINABLE_POSITION_EMB:
@@ -257,7 +259,7 @@ class LmExperiment(base_experiment.BaseExperiment):
     )
 
   def _stack(self, norm: Any) -> Any:
-    """Returns the layers: unrolled, as a loop, or in a pipeline."""
+    """Returns the HParams of the layers: unrolled, a loop, or a pipeline."""
     product = attentions.Projection.HParams(use_fp8=self.USE_FP8)
     layer = transformers.Transformer.HParams(
       ln_tpl=norm,
@@ -304,21 +306,21 @@ class LmExperiment(base_experiment.BaseExperiment):
     )
 
   def _check_stages(self) -> None:
-    """Refuses what would have no effect, or makes no pipeline."""
+    """Raises a UsageError if the layers cannot form the pipeline's stages."""
     if self.NUM_LAYERS % self.NUM_STAGES:
       raise errors.UsageError(
-        f'NUM_LAYERS is {self.NUM_LAYERS}, which does not divide into'
-        f' NUM_STAGES {self.NUM_STAGES}.'
+        f'NUM_LAYERS is {self.NUM_LAYERS}; expected a multiple of NUM_STAGES,'
+        f' {self.NUM_STAGES}.'
       )
     if self.NUM_STAGES == 1 and self.MICROBATCH_SIZE is not None:
       raise errors.UsageError(
-        f'MICROBATCH_SIZE is {self.MICROBATCH_SIZE}, but NUM_STAGES is 1: there'
-        ' is no pipeline. Set more stages, or leave it None.'
+        f'MICROBATCH_SIZE is {self.MICROBATCH_SIZE}, but there is no pipeline,'
+        ' because NUM_STAGES is 1. Set more stages, or MICROBATCH_SIZE=None.'
       )
 
   @classmethod
   def reduced(cls) -> type[Self]:
-    """Returns one of the same options with 4 narrow layers, and bytes."""
+    """Returns a version with the same options, 4 narrow layers, and bytes."""
     changes: dict[str, Any] = {
       'NUM_LAYERS': 4,
       'MODEL_DIMS': 128,
@@ -329,7 +331,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       'MAX_SEQ_LEN': 128,
       'TRAINABLE_PE_MAX_SEQ_LEN': 256,
       'PERCORE_BATCH_SIZE': 4,
-      # Two cores have no faster one.
+      # No dtype is faster on a CPU.
       'FPROP_DTYPE': 'float32',
       'ICI_MESH_SHAPE': (1, -1, 1),
       'DCN_MESH_SHAPE': (1, 1, 1),
@@ -343,13 +345,13 @@ class LmExperiment(base_experiment.BaseExperiment):
       'SUMMARY_INTERVAL_STEPS': 20,
       'EVAL_INTERVAL_STEPS': 200,
       'EVAL_LOOP_NUM_BATCHES': 16,
-      'TARGET_LOG_PPLX': None,  # It is for larger tokens than bytes.
+      'TARGET_LOG_PPLX': None,  # The target is for larger tokens than bytes.
     }
     if cls.DATA == 'c4':
       changes['DATA'] = 'stdlib'
     if cls.INIT_STD is not None:
       changes['INIT_STD'] = (
-        0.05  # What it is was for a hundred times the width.
+        0.05  # The class's value is for a model 100 times as wide.
       )
     if cls.NUM_STAGES > 1:
       changes |= {'NUM_STAGES': 2, 'MICROBATCH_SIZE': 2}

@@ -8,7 +8,7 @@ from examples.pax.tasks.lm.params import c4
 from examples.pax.tasks.lm.params import c4_multislice
 from examples.pax.tasks.lm.params import lm_cloud
 
-# Where they are in a task.
+# Paths of the fields in a task.
 _FIELDS = {
   'atten_logit_cap': 'attention.atten_logit_cap',
   'soft_cap_logits': 'lm.softmax_tpl.soft_cap_logits',
@@ -29,12 +29,12 @@ _FIELDS = {
 }
 _CLOUD = (50, 0, False, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
 _C4 = (50, 30, True, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
-# Paxml writes no cap as None or -1.
+# 0 means no cap, for which Paxml has None or -1.
 _GPT3 = (0, 0, True, True, False, False, False, 1e-5, 0.95, 1e-8, 0, 0.1, 1)
 
 
 class _Parts:
-  """Gives the parts of an experiment's task short names."""
+  """The parts of an experiment's task, under short names."""
 
   def __init__(self, task):
     self.lm = task.model.lm_tpl
@@ -87,7 +87,7 @@ def test_options_are_those_of_pax(
 ):
   """The tasks of Paxml 1.4.0 (jax 0.4.26, Python 3.10) have these values.
 
-  The pipeline's are of Paxml's C4SpmdPipelineGpt3SmallAdam8Replicas.
+  The pipeline's are from Paxml's C4SpmdPipelineGpt3SmallAdam8Replicas.
   """
   task = experiment(num_devices=num_devices).filled_task()
   parts = _Parts(task)

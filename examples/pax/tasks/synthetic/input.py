@@ -1,6 +1,6 @@
 """Synthetic sequences to copy or to reverse.
 
-Shapes: b rows, S the longest source, L = S + 1 the longest target.
+Shapes: b rows, S length of the longest source, L = S + 1 longest target.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from examples.pax import base_input
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 
-# What fills, and what stands before a target.
+# Token for padding, and before each target.
 START_ID = 0
-# What ends a target.
+# Token at the end of each target.
 STOP_ID = 1
-# All others are symbols.
+# All other tokens are symbols.
 NUM_SPECIAL = 2
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class SequenceInput(base_input.Configured, indexed.IndexedInput):
-  """Random sequences, and what a model of sequences shall make of them.
+  """Random source sequences, with their copies or reversals as targets.
 
-  Lengths and symbols are uniform; a record's number and the seed fix them, and
-  none of evaluation is one of training, but by chance.
+  Lengths and symbols are uniform. The seed and a record's index determine them.
+  Evaluation and training have different records, except by chance.
 
-  A batch has `src`, with `ids` int32 [b, S] and `paddings` float32 [b, S], and
-  `tgt`, with `ids` and `labels` int32 [b, L] and `weights` float32 [b, L]; and
-  these weights as its own.
+  A batch has three entries. `src` has `ids`, int32 [b, S], and `paddings`,
+  float32 [b, S]. `tgt` has `ids` and `labels`, int32 [b, L], and `weights`,
+  float32 [b, L]. `weights` equals the weights of `tgt`.
 
   Attributes:
-    min_length: symbols of the shortest source.
+    min_length: Number of symbols of the shortest source.
     max_length: S.
-    vocab_size: symbols are from 2 to this less 1.
-    reverse: whether the target is the source backwards, or its copy.
-    size: records of an epoch.
+    vocab_size: Number of tokens. Symbols are the tokens from 2.
+    reverse: Whether the target is the reversed source. If False, its copy.
+    size: Number of records of an epoch.
   """
 
   min_length: int = 1
@@ -52,16 +52,14 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
     if not 1 <= self.min_length <= self.max_length:
       self.refuse('min_length', f'1 to max_length, which is {self.max_length}')
     if self.vocab_size <= NUM_SPECIAL:
-      self.refuse(
-        'vocab_size', f'more than {NUM_SPECIAL}, which are no symbols'
-      )
+      self.refuse('vocab_size', f'more than the {NUM_SPECIAL} special tokens')
 
   def num_records(self) -> int:
-    """Returns the records of an epoch."""
+    """Returns the number of records of an epoch."""
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns what the records are made of."""
+    """Returns the settings that determine the records."""
     return {
       'lengths': [self.min_length, self.max_length],
       'vocab_size': self.vocab_size,
@@ -70,7 +68,7 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
     }
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
-    """Returns the records [b, ...]; the same in every epoch."""
+    """Returns the records, [b, ...], which are the same in every epoch."""
     del epochs
     shape = len(records), self.max_length
     source_BS = np.zeros(shape, np.int32)
@@ -91,8 +89,8 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
     )
 
   def _symbols(self, record: int) -> np.ndarray:
-    """Returns a record's source without its padding."""
-    # A stream of its own for each record: it does not matter who reads it.
+    """Returns a record's source without padding."""
+    # Each record has a separate random stream, so any host can read it.
     key = np.array(
       [self.seed() % 2**64, 2 * record + self.is_training], np.uint64
     )

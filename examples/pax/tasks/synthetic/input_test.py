@@ -1,4 +1,4 @@
-"""Sequences to copy or reverse: what a batch holds, and that records differ."""
+"""Tests of the sequences to copy or reverse."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_a_target_is_its_source(reverse):
     assert ids.tolist() == [0, *labels[:-1]]
     assert weights.tolist() == [i < len(target) for i in range(5)]
   np.testing.assert_array_equal(batch['weights'], batch['tgt']['weights'])
-  # All there is, and equally often.
+  # All lengths and symbols occur equally often.
   lengths = [len(source) for source in sources]
   counts = np.bincount(lengths, minlength=5)
   assert counts[:2].tolist() == [0, 0]
@@ -77,7 +77,7 @@ def test_records_are_those_of_the_seed_and_the_split():
   [
     ({'min_length': 0}, 'min_length is 0; expected 1 to max_length, .* 4'),
     ({'min_length': 5}, 'min_length is 5'),
-    ({'vocab_size': 2}, 'vocab_size is 2; expected more than 2'),
+    ({'vocab_size': 2}, 'vocab_size is 2; expected more than the 2'),
   ],
 )
 def test_what_makes_no_sequences_is_refused(fields, said):

@@ -1,4 +1,4 @@
-"""Scikit-learn's digits as labelled images."""
+"""Scikit-learn's handwritten digits as labeled images."""
 
 from typing import Any
 
@@ -8,26 +8,26 @@ from examples import digits as digits_lib
 from jaxline import errors
 from jaxline.inputs import indexed
 
-# Two splits that share no record.
+# Disjoint splits.
 SPLITS = ('train', 'validation')
 
-# Of the digits, one in five is for validation.
+# One in five digits is for validation.
 _VALIDATION_EVERY = 5
-# A digit's pixels are 0 to 16; this brings them near to 255.
+# A digit's pixels are 0 to 16. This factor scales them to 0 to 240.
 _DIGIT_SCALE = 15
 
 
 def digits(*, split: str, **fields: Any) -> indexed.ArrayInput:
   """Makes an input of scikit-learn's handwritten digits: see `digits.load`.
 
-  A batch has `image`, uint8 [b, 8, 8, 1], which takes the fewest bytes to send
-  and is normalised on the device (`resnets.ResNet`, `pixel_mean`); `label`,
-  int32 [b]; and `weights`, float32 [b], 0 for padding rows of the last batch of
-  an epoch, else 1.
+  A batch has `image`, uint8 [b, 8, 8, 1]; `label`, int32 [b]; and `weights`,
+  float32 [b], 0 for padding rows of the last batch of an epoch, 1 otherwise.
+  uint8 takes the fewest bytes to send to the device, which normalizes the
+  images (`resnets.ResNet`, `pixel_mean`).
 
   Args:
     split: 'train', or 'validation', which has every fifth image, 360 of 1797.
-    **fields: more of `indexed.ArrayInput`.
+    **fields: Other fields of `indexed.ArrayInput`.
   """
   errors.check_names([split], SPLITS, 'split', 'the digits')
   images_NHWC, labels_N = digits_lib.load()

@@ -1,4 +1,4 @@
-"""The digits: each record once, in one of two splits."""
+"""Tests that each digit is in exactly one of two splits."""
 
 import numpy as np
 import pytest

@@ -1,9 +1,9 @@
-"""Language models of Pax's documents on C4.
+"""Language models on C4, from Pax's documents.
 
-Expected: they fit the chips that they were run on: docs/reference/scale.md.
-          They were not trained here. Their reduced versions were:
-          examples/pax/README.md.
-Hardware: the topology of each, below. `--reduced` is for two cores.
+Expected: Compiled for their chips, the models fit into memory; see
+          docs/reference/scale.md. They were not trained here, but their reduced
+          versions were; see examples/pax/README.md.
+Hardware: the topology of each experiment below. `--reduced` is for two cores.
 Command:  python -m examples.pax.main --job_log_dir=/tmp/c4 \
             --exp=tasks.lm.params.c4.C4Spmd1BAdam4Replicas \
             --config.data_dir=c4/en --config.vocabulary=my.model
@@ -14,7 +14,7 @@ from examples.pax.tasks.lm import model_params
 
 
 class C4Spmd(model_params.LmExperiment):
-  """What the runs with Adam have in common."""
+  """Constants that all of these experiments share."""
 
   DATA = 'c4'
   VOCAB_SIZE = 32000
@@ -83,10 +83,11 @@ class C4SpmdGpt3(C4Spmd):
 class C4SpmdPipelineGpt3SmallAdam64Replicas(C4SpmdGpt3):
   """2.9 billion weights on 64 chips, in a pipeline of 4 stages.
 
-  Named as in Pax's documents, whose source lacks it since 2023: there it was
-  called 1.3 billion, had a vocabulary of 50257, which does not divide over 4
-  chips, and 64 rows a step, by a misspelled constant. This has the vocabulary
-  of its successor for 8 replicas, and the 512 rows that were meant.
+  The name is from Pax's documents. Pax removed the experiment in 2023. There,
+  it was described as 1.3 billion weights, with a vocabulary of 50257, which
+  does not divide over 4 chips, and with 64 rows per step because of a
+  misspelled constant. This class has the vocabulary of its successor for 8
+  replicas, and the intended 512 rows.
   """
 
   NUM_LAYERS = 24
@@ -100,15 +101,15 @@ class C4SpmdPipelineGpt3SmallAdam64Replicas(C4SpmdGpt3):
   NUM_STAGES = 4
   MICROBATCH_SIZE = 16
   SHARDING = 'pipeline'
-  # Whole, the logits and their gradient are 19 of 23 GiB a chip; in parts the
-  # step needs 9 GiB, with the same products.
+  # The logits of whole rows and their gradient take 19 of 23 GiB per chip. In
+  # chunks, the step needs 9 GiB, with the same products.
   LOSS_CHUNKS = 8
   ICI_MESH_SHAPE = (4, 1, 4, 4)
   DCN_MESH_SHAPE = (1, 1, 1, 1)
   TOPOLOGY = 'v4:4x4x4'
 
   LEARNING_RATE = 2e-4
-  MAX_STEPS = 108_600  # To the end of the schedule.
+  MAX_STEPS = 108_600  # The end of the schedule.
   CHECKPOINT_EVERY_N_STEPS = 200
   SUMMARY_INTERVAL_STEPS = 1
 

@@ -1,8 +1,8 @@
-"""Language models of Pax's documents on several slices.
+"""Language models on several slices, from Pax's documents.
 
-Expected: as in c4.py. The sizes are MaxText's, by the table of the documents.
-Hardware: 1, 2 or 4 slices of the topology of each. `--reduced` is for two
-          cores.
+Expected: as in c4.py. The sizes are MaxText's, from the table in the documents.
+Hardware: 1, 2 or 4 slices with the topology of each experiment. `--reduced` is
+          for two cores.
 Command:  python -m examples.pax.main --job_log_dir=/tmp/c4 \
             --exp=tasks.lm.params.c4_multislice.C4Spmd22BAdam2xv4_128 \
             --config.data_dir=c4/en --config.vocabulary=my.model
@@ -11,7 +11,7 @@ Command:  python -m examples.pax.main --job_log_dir=/tmp/c4 \
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import c4
 
-# Pax has it in this module.
+# Pax defines this experiment in this module.
 C4SpmdGpt3AdamDataParallel2x16x16 = c4.C4SpmdGpt3AdamDataParallel2x16x16
 
 
@@ -32,14 +32,14 @@ class C4Spmd22BAdam1xv4_128(c4.C4Spmd):
 
 @experiment_registry.register
 class C4Spmd22BAdam2xv4_128(C4Spmd22BAdam1xv4_128):
-  """On two slices."""
+  """22 billion weights on two slices."""
 
   DCN_MESH_SHAPE = (2, 1, 1)
 
 
 @experiment_registry.register
 class C4Spmd22BAdam4xv4_128(C4Spmd22BAdam1xv4_128):
-  """On four."""
+  """22 billion weights on four slices."""
 
   DCN_MESH_SHAPE = (4, 1, 1)
 
@@ -59,14 +59,14 @@ class C4Spmd22BAdam1xv4_384(C4Spmd22BAdam1xv4_128):
 
 @experiment_registry.register
 class C4Spmd22BAdam2xv4_384(C4Spmd22BAdam1xv4_384):
-  """On two slices."""
+  """25 billion weights on two slices."""
 
   DCN_MESH_SHAPE = (2, 1, 1)
 
 
 @experiment_registry.register
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdam1xv4_128):
-  """0.9 billion weights, a small one of the kind, on slices of 4 chips."""
+  """A small version, 0.9 billion weights on slices of 4 chips."""
 
   NUM_LAYERS = 16
   MODEL_DIMS = 2048
@@ -78,13 +78,13 @@ class C4Spmd22BAdam1xv4_8(C4Spmd22BAdam1xv4_128):
 
 @experiment_registry.register
 class C4Spmd22BAdam2xv4_8(C4Spmd22BAdam1xv4_8):
-  """On two slices."""
+  """0.9 billion weights on two slices."""
 
   DCN_MESH_SHAPE = (2, 1, 1)
 
 
 @experiment_registry.register
 class C4Spmd22BAdam4xv4_8(C4Spmd22BAdam1xv4_8):
-  """On four."""
+  """0.9 billion weights on four slices."""
 
   DCN_MESH_SHAPE = (4, 1, 1)

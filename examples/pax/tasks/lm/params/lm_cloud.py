@@ -1,6 +1,6 @@
-"""Speed tests of Pax's documents, on synthetic data.
+"""Speed tests on synthetic data, from Pax's documents.
 
-Expected: the model learns nothing, since all tokens are the same.
+Expected: the model learns nothing, because all tokens are the same.
 Hardware: one TPU v4-8. `--reduced` is for two cores.
 Command:  python -m examples.pax.main --job_log_dir=/tmp/lm_cloud \
             --exp=tasks.lm.params.lm_cloud.LmCloudSpmd2BLimitSteps
@@ -21,7 +21,7 @@ class LmCloud(model_params.LmExperiment):
 
 @experiment_registry.register
 class LmCloudTransformerAdamLimitSteps(LmCloud):
-  """159 million weights, whole on every device, as Pax's `pmap` has them."""
+  """159 million weights, replicated on all devices as with Pax's `pmap`."""
 
   NUM_LAYERS = 10
   MODEL_DIMS = 1024
@@ -44,7 +44,7 @@ class LmCloudTransformerAdamLimitSteps(LmCloud):
 
 @experiment_registry.register
 class LmCloudSpmd2BLimitSteps(LmCloud):
-  """2 billion weights, split over 4 chips; 32 rows a step."""
+  """2 billion weights, split over 4 chips, with 32 rows per step."""
 
   NUM_LAYERS = 18
   MODEL_DIMS = 3072

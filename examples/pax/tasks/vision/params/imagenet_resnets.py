@@ -2,20 +2,21 @@
 
     python -m examples.pax.main --exp=ResNet50Pjit --job_log_dir=/tmp/resnet
 
-These are known of Pax's experiment: the network with its 25,557,032 weights and
-53,120 statistics of BatchNorm, the global batch of 512, the learning rate of
-0.2, Nesterov's momentum of 0.9, and L2 of 1e-4 on all weights except vectors.
-The schedule is that of Goyal et al. (2017), 'Accurate, large minibatch SGD',
-with the same rate of 0.1 for each 256 images: 90 epochs, a rise over the first
-five, a division by ten at the epochs 30, 60 and 80, and 0 from epoch 90 on. An
-epoch is 2502 whole batches.
+The known parts of Pax's experiment are the network with its 25,557,032 weights
+and 53,120 BatchNorm statistics, the global batch of 512, the learning rate of
+0.2, Nesterov momentum of 0.9, and L2 of 1e-4 on all weights except vectors. The
+schedule follows Goyal et al. (2017), 'Accurate, large minibatch SGD', with the
+same rate of 0.1 for each 256 images. It has 90 epochs: the rate rises over the
+first five, is divided by ten at the epochs 30, 60 and 80, and is 0 from epoch
+90. An epoch is 2502 whole batches.
 
-The data, `DATA`:
+The constant `DATA` selects the data:
   'synthetic'  ones, to measure speed.
-  'digits'     scikit-learn's, with constants of their size; `reduced` uses it.
+  'digits'     scikit-learn's digits, with constants for their size. `reduced`
+               uses it.
 
-Images of your own: override `datasets`, with an `indexed.ArrayInput` of arrays
-that NumPy maps into memory, or a `tfdata.TfDataInput`.
+To train on your images, override `datasets` with an `indexed.ArrayInput` of
+memory-mapped NumPy arrays, or with a `tfdata.TfDataInput`.
 """
 
 from typing import Any, ClassVar, Self
@@ -43,48 +44,49 @@ _DATA = ('synthetic', 'digits')
 
 @experiment_registry.register
 class ResNet50Pjit(base_experiment.BaseExperiment):
-  """ResNet-50, the whole batch's BatchNorm.
+  """ResNet-50 with BatchNorm over the global batch.
 
-  Trained so on ImageNet it is expected to have about 76% of the validation
-  images right (Goyal et al., 2017: 76.3, with crops of several sizes, which
-  `DATA` here does not make). Not measured here.
+  Trained on ImageNet, it should classify about 76% of the validation images
+  correctly. Goyal et al. (2017) report 76.3% with crops of several sizes, which
+  this module does not make. Not measured here.
   """
 
-  TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Over all devices.
-  EVAL_BATCH_SIZE: ClassVar[int] = 512  # Likewise.
+  TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Rows over all devices.
+  EVAL_BATCH_SIZE: ClassVar[int] = 512  # Rows over all devices.
   DATA: ClassVar[str] = 'synthetic'  # See the top of this module.
-  # Images of an epoch; of synthetic data, and of the schedule.
+  # Images of an epoch, for synthetic data and for the schedule.
   TRAIN_EXAMPLES: ClassVar[int] = 1_281_167
-  EVAL_EXAMPLES: ClassVar[int] = 50_000  # Of synthetic data.
+  EVAL_EXAMPLES: ClassVar[int] = 50_000  # Images, for synthetic data.
   IMAGE_SIZE: ClassVar[int] = 224  # Rows and columns.
   IMAGE_CHANNELS: ClassVar[int] = 3
-  # Of each channel over the data: ImageNet's, in the units of uint8.
+  # Statistics of each channel over ImageNet, for pixels from 0 to 255.
   PIXEL_MEAN: ClassVar[tuple[float, ...]] = (123.675, 116.28, 103.53)
   PIXEL_STD: ClassVar[tuple[float, ...]] = (58.395, 57.12, 57.375)
   NUM_CLASSES: ClassVar[int] = 1000
 
-  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)  # Of each group.
+  BLOCKS: ClassVar[tuple[int, ...]] = (3, 4, 6, 3)  # Blocks of each group.
   # Output channels of each group.
   CHANNELS: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
-  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)  # Of groups' first blocks.
-  STEM_CHANNELS: ClassVar[int] = 64  # Of the first convolution.
-  # A first convolution of 3x3 pixels that keeps the size; otherwise one of 7x7
-  # and a pooling, each of stride 2.
+  # Stride of the first block of each group.
+  STRIDES: ClassVar[tuple[int, ...]] = (1, 2, 2, 2)
+  STEM_CHANNELS: ClassVar[int] = 64  # Channels of the first convolution.
+  # Whether the first convolution is 3x3 and keeps the size. If not, it is 7x7
+  # with stride 2, followed by a pooling with stride 2.
   SMALL_IMAGES: ClassVar[bool] = False
-  # Of what is computed; weights and statistics are float32.
+  # Dtype of the computation. Weights and statistics are float32.
   FPROP_DTYPE: ClassVar[str] = 'bfloat16'
-  # How much of the moving statistics a step keeps.
+  # Decay of the moving statistics.
   BATCH_NORM_DECAY: ClassVar[float] = 0.9
 
-  LEARNING_RATE: ClassVar[float] = 0.2  # After the rise.
-  MOMENTUM: ClassVar[float] = 0.9  # Nesterov's.
-  L2: ClassVar[float] = 1e-4  # On weights, but not on scales and biases.
+  LEARNING_RATE: ClassVar[float] = 0.2  # Peak value, after the warm-up.
+  MOMENTUM: ClassVar[float] = 0.9  # Nesterov momentum.
+  L2: ClassVar[float] = 1e-4  # Not applied to scales and biases.
   WARMUP_EPOCHS: ClassVar[float] = 5.0  # The learning rate rises from 0.
-  # The rate falls to a tenth at each of these, and to 0 after NUM_EPOCHS.
+  # The rate is divided by ten at each of these, and is 0 after NUM_EPOCHS.
   DECAY_EPOCHS: ClassVar[tuple[float, ...]] = (30.0, 60.0, 80.0)
   NUM_EPOCHS: ClassVar[float] = 90.0
 
-  # One host of four chips: 128 images each.
+  # One host with four chips, with 128 images each.
   TOPOLOGY: ClassVar[str | None] = 'v4:2x2x1'
   MAX_STEPS: ClassVar[int] = 225_180  # 90 epochs of 2502 steps.
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 2502
@@ -93,7 +95,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
   changeable_constants = ('EVAL_BATCH_SIZE', 'EVAL_EXAMPLES')
 
   def datasets(self) -> list[fdl.Config]:
-    """Returns the images to train on, and those to evaluate on."""
+    """Returns an input for training and one for evaluation."""
     return [
       self._dataset(
         'train',
@@ -123,7 +125,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     )
 
   def input_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Returns the shape of a row and the dtype of each entry of a batch."""
+    """Returns entry -> (shape of a row, dtype) of a batch."""
     shape = (self.IMAGE_SIZE, self.IMAGE_SIZE, self.IMAGE_CHANNELS)
     return {
       'image': (shape, 'uint8'),
@@ -132,7 +134,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     }
 
   def task(self) -> Any:
-    """Returns the classifier and its learner."""
+    """Returns the HParams of the task."""
     kernel, stride = (3, 1) if self.SMALL_IMAGES else (7, 2)
     network = resnets.ResNet.HParams(
       block_params=resnets.ResNetBlock.HParams(zero_init_residual=True),
@@ -151,7 +153,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     softmax = embedding_softmax.FullSoftmax.HParams(
       input_dims=self.CHANNELS[-1],
       num_classes=self.NUM_CLASSES,
-      # Goyal et al. (2017), section 5.1.
+      # See Goyal et al. (2017), section 5.1.
       params_init=base_layer.WeightInit.Gaussian(0.01),
     )
     task = tasks.SingleTask.HParams(
@@ -175,7 +177,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     return task
 
   def _schedule(self) -> Any:
-    # Whole batches, as Pax counts them.
+    # Pax counts only whole batches, too.
     steps_per_epoch = self.TRAIN_EXAMPLES // self.TRAIN_BATCH_SIZE
     epochs = (self.WARMUP_EPOCHS, *self.DECAY_EPOCHS, self.NUM_EPOCHS)
     return schedules.LinearRampupPiecewiseConstant.HParams(
@@ -185,10 +187,9 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
 
   @classmethod
   def reduced(cls) -> type[Self]:
-    """Returns two blocks for small images.
+    """Returns a version with two blocks, for scikit-learn's digits.
 
-    On scikit-learn's digits: about 98% of the 360 images of the validation
-    right.
+    It classifies about 98% of the 360 validation images correctly.
     """
     return cls.with_constants(
       {
@@ -200,7 +201,7 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
         'IMAGE_SIZE': 8,
         'IMAGE_CHANNELS': 1,
         'SMALL_IMAGES': True,
-        # Over all digits.
+        # Statistics over all digits.
         'PIXEL_MEAN': (73.3,),
         'PIXEL_STD': (90.2,),
         'NUM_CLASSES': 10,

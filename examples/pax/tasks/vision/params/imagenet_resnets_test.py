@@ -1,6 +1,6 @@
-"""ResNet-50's numbers, and that its small version learns.
+"""Tests of ResNet-50's numbers, and that its small version learns.
 
-The whole run of the small version, half a minute on two free cores, is slow:
+The complete run of the small version takes half a minute on two cores:
 
     pytest -m slow examples/pax/tasks/vision
 """
@@ -82,7 +82,7 @@ def test_options_are_those_of_pax():
 
 
 def test_momentum_is_nesterovs_and_vectors_are_not_regularised():
-  # A rise that ends after one step, at which the rate is 0.
+  # The warm-up ends after one step, whose rate is 0.
   task = _task(WARMUP_EPOCHS=1 / 2502)
   optimizer = task.hparams.train.learner.Instantiate().make()
   params = {
@@ -103,7 +103,7 @@ def test_momentum_is_nesterovs_and_vectors_are_not_regularised():
   with jax.numpy_dtype_promotion('standard'):
     first, second = two_steps(params, grads)
   np.testing.assert_array_equal(first['conv']['w'], np.zeros((1, 1, 2, 2)))
-  # The sum of gradients g is g and then 1.9 g; the step g + 0.9 * 1.9 g.
+  # The sum of gradients g is g, then 1.9 g. The step is g + 0.9 * 1.9 g.
   for module, name, gradient in (
     ('conv', 'w', 0.5 + 1e-4 * 3),
     ('batch_norm', 'scale', 0.5),
@@ -145,7 +145,7 @@ class _Recorder:
 
 
 def _train(monkeypatch):
-  """Trains the small version on two devices; returns what it evaluated."""
+  """Trains the small version on two devices, and returns its evaluations."""
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
   config = config_lib.get_config('ResNet50Pjit:reduced')
   config.save_checkpoint_interval = -1
