@@ -71,7 +71,9 @@ class Run:
     env = os.environ | {
       'PYTHONPATH': str(ROOT),
       'JAX_PLATFORMS': 'cpu',
-      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+      # Most of the time would go into LLVM.
+      'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}'
+      ' --xla_backend_optimization_level=0',
       'MULTI_FAULT': fault,
       'MULTI_STEP_SECS': str(step_secs),
       'MULTI_HEARTBEAT_SECS': str(HEARTBEAT_SECS),

@@ -70,7 +70,8 @@ def test_the_page_of_the_recipe_has_the_kept_results():
   assert lm_recipe.table(rows) in page.read_text(encoding='utf-8')
 
 
-_LONG = 'lm_step', 'loop'  # Trials of a minute.
+# Their trials take a minute of both cores.
+_LONG = 'checkpoint', 'lm_step', 'loop', 'program', 'start'
 
 
 @pytest.mark.timeout(600)

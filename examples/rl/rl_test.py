@@ -46,8 +46,8 @@ def fit(directory, name, steps):
   return jaxline.fit(None, rl.get_config(), overrides)
 
 
-def saved(directory):
-  return inspection.find(f'{directory}/checkpoints/latest').arrays('.*')
+def saved(directory, step):
+  return inspection.find(f'{directory}:{step}').arrays('.*')
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -55,7 +55,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(name, tmp_path):
   fit(tmp_path / 'straight', name, 10)
   fit(tmp_path / 'resumed', name, 5)
   fit(tmp_path / 'resumed', name, 10)
-  straight, resumed = (saved(tmp_path / x) for x in ('straight', 'resumed'))
+  straight, resumed = (saved(tmp_path / x, 10) for x in ('straight', 'resumed'))
   buffers = [x for x in straight if x.endswith('buffer/next_x')]
   assert [straight[x].shape for x in buffers] == [(816, 3)]
   assert straight.keys() == resumed.keys()
@@ -67,31 +67,32 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(name, tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize('name', NAMES)
 def test_it_learns_and_a_kill_changes_no_bit(name, tmp_path):
-  def command(directory):
+  def command(directory, steps):
     return (
       *('experiment.py', '--config=configs/rl.py'),
       '--jaxline_mode=train_and_eval',
       f'--config.checkpoint_dir={directory}',
       f'--config.experiment_class=examples.rl.{name}:Experiment',
-      f'--config.training_steps={STEPS}',
+      f'--config.training_steps={steps}',
       '--config.save_checkpoint_interval=500',
+      '--config.max_checkpoints_to_keep=9',
     )
 
   straight, killed = tmp_path / 'straight', tmp_path / 'killed'
-  done = processes.run(*command(straight))
+  done = processes.run(*command(straight, STEPS))
   assert done.returncode == 0, done.stderr
-  with processes.started(*command(killed)) as process:
-    while not [*killed.glob('checkpoints/latest/1*.json')]:
+  with processes.started(*command(killed, 1000)) as process:
+    while not [*killed.glob('checkpoints/latest/500.json')]:
       assert process.poll() is None
       time.sleep(0.01)
     process.kill()
-  assert not [*killed.glob(f'checkpoints/latest/{STEPS}.json')]
-  done = processes.run(*command(killed))
+  assert not [*killed.glob('checkpoints/latest/1000.json')]
+  done = processes.run(*command(killed, 1000))
   assert done.returncode == 0, done.stderr
   assert 'resumed' in done.stdout
 
-  expected = saved(straight)
-  for key, array in saved(killed).items():
+  expected = saved(straight, 1000)
+  for key, array in saved(killed, 1000).items():
     np.testing.assert_array_equal(array, expected[key], key)
 
   # An actor of zeros does nothing.
