@@ -228,8 +228,8 @@ class Evaluation:
       text = f'The processes return different scalars from evaluate: {text}.'
       if is_wrong:
         raise errors.UsageError(
-          f'{text} The run chooses the best weights by them. Compute them from'
-          ' the data of all processes, as reduce_outputs does (docs/metrics.md).'
+          f'{text} They decide which weights are best: compute them from the'
+          ' data of all processes, as reduce_outputs does (docs/metrics.md).'
         )
       logging.warning('%s The run uses the scalars of process 0.', text)
     return agreed

@@ -190,9 +190,7 @@ class DurableDirectory(RunDirectory):
       return
     is_chief = jax.process_index() == 0
     claim = owner.Claim(self.run.url, name) if is_chief else None
-    distributed.broadcast_from_process_0(
-      None
-    )  # The other processes wait for the claim.
+    distributed.broadcast_from_process_0(None)  # The others wait for the claim.
     self.claims[name] = claim
 
   def check_shared(self) -> None:
@@ -205,9 +203,7 @@ class DurableDirectory(RunDirectory):
       key = RECORD
     elif is_writing:
       self.run.write(key, b'')
-    distributed.broadcast_from_process_0(
-      None
-    )  # The other processes wait for the file.
+    distributed.broadcast_from_process_0(None)  # The others wait for the file.
     is_there = self.run.read(key) is not None
     seen = multihost_utils.process_allgather(np.bool_(is_there))
     if is_writing:

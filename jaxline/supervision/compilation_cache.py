@@ -33,6 +33,8 @@ MAX_BYTES = 4 << 30
 # Programs that compile faster are not cached, since a read takes 10 ms.
 _MIN_COMPILE_SECS = 0.1
 _LOCK_SECS = 10.0
+# The beginnings of an entry. JAX takes zstd where it is installed, else zlib.
+_ZSTD, _ZLIB = b'\x28\xb5\x2f\xfd', b'x\x9c'
 
 KEYS = (
   Key('compilation_cache', 'auto', text(
@@ -136,9 +138,8 @@ def _is_shared(path: pathlib.Path | None) -> bool:
       with contextlib.suppress(OSError):
         (path / name).touch()
         stack.callback((path / name).unlink, missing_ok=True)
-    name = distributed.broadcast_from_process_0(
-      name
-    )  # Process 0 has made the file.
+    # Process 0 has made the file.
+    name = distributed.broadcast_from_process_0(name)
     is_seen = path is not None and (path / name).exists()
     return distributed.gather_and_decide(is_seen, all, series='cache')
 
@@ -149,6 +150,8 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
   It checks entries without a time of use too, which a killed process leaves.
   One of them would keep JAX from removing the oldest entries.
   """
+  ours = jax_cache.compress_executable(b'')
+  theirs = _ZLIB if ours.startswith(_ZSTD) else _ZSTD
   with contextlib.suppress(OSError, filelock.Timeout):
     # JAX holds this lock while it reads or writes.
     with filelock.FileLock(path / '.lockfile', timeout=_LOCK_SECS):
@@ -157,8 +160,9 @@ def _remove_damaged(path: pathlib.Path, since: float) -> None:
         if used.exists() and used.stat().st_mtime < since:
           continue
         try:
-          jax_cache.decompress_executable(entry.read_bytes())
-          used.touch()
+          if not (raw := entry.read_bytes()).startswith(theirs):
+            jax_cache.decompress_executable(raw)
+            used.touch()
         except Exception as e:  # Errors depend on the kind of compression.
           logging.warning('%s is damaged and is removed: %r', entry, e)
           entry.unlink()

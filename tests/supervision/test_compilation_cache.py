@@ -1,6 +1,7 @@
 """Compiled programs that are kept for the next start."""
 
 import contextlib
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -213,6 +214,18 @@ def test_a_damaged_entry_is_compiled_again_once(
   assert compiled(make_config()).tobytes() == first.tobytes()
   assert counts['misses'] == 0
   assert counts['hits'] >= 1
+  assert not caplog.text
+
+
+def test_an_entry_in_another_compression_is_not_damaged(home, caplog):
+  # Another environment has zstandard, or lacks it.
+  compiled(make_config())
+  own = program(home / 'jaxline' / 'programs')
+  other = own.with_name(own.name.replace('jit_', 'jit_other_'))
+  is_zlib = own.read_bytes().startswith(b'x')
+  other.write_bytes(b'\x28\xb5\x2f\xfd' if is_zlib else zlib.compress(b''))
+  compiled(make_config())
+  assert other.exists()
   assert not caplog.text
 
 
