@@ -103,10 +103,10 @@ class Evaluation:
       log: gets the scalars, and is passed to `evaluate`.
       console: shows the scalars.
       name: the name of the log, for the terminal.
-      starts_as_run: whether the experiment has the initial weights of training:
-        True in the sharded style, False in the per-device style.
+      starts_as_run: whether the experiment starts with the initial weights of
+        training: True in the sharded style, False in the per-device style.
       keeps_best: whether this process saves `best`, if there is a metric.
-      until: later steps count as not evaluated; set by `train_and_eval`.
+      until: the last step whose evaluation counts; set by `train_and_eval`.
     """
     self.experiment, self._config = experiment, config
     # Compare the scalars only if all processes evaluate the same steps.
@@ -209,7 +209,7 @@ class Evaluation:
 
     Raises:
       UsageError: the metric of `best` or of early stopping differs. JAXline
-        programs only get the warning: they may evaluate in process 0 only.
+        programs, which may evaluate in process 0 only, just get the warning.
     """
     if not self._compares:
       return scalars
@@ -228,8 +228,8 @@ class Evaluation:
       text = f'The processes return different scalars from evaluate: {text}.'
       if is_wrong:
         raise errors.UsageError(
-          f'{text} They decide which weights are best: compute them from the'
-          ' data of all processes, as reduce_outputs does (docs/metrics.md).'
+          f'{text} The run chooses the best weights by them. Compute them from'
+          ' the data of all processes, as reduce_outputs does: docs/metrics.md.'
         )
       logging.warning('%s The run uses the scalars of process 0.', text)
     return agreed
@@ -284,13 +284,13 @@ def _restored_best(config: Any, checkpointer: protocol.FullCheckpointer) -> Any:
   state = checkpointer.get_experiment_state('best')
   # A restore replaces only entries that the state has.
   state.best_model_eval_metric = state.best_eval_metric_value = None
-  # Claim it now, so that a conflict is reported before the first evaluation.
+  # Claim the series now, to report a conflict before the first evaluation.
   checkpointer.directory.claim('best')
   if checkpointer.can_be_restored('best'):
     try:
       restore(checkpointer, series='best')
     except store_lib.DamagedError as e:
-      # Continue without it: `latest` has the weights that matter.
+      # Continue without the old best: `latest` has the weights that matter.
       logging.error('The series best starts from scratch: %s', e)
   old, metric = state.best_model_eval_metric, config.best_model_eval_metric
   if old != metric:

@@ -52,23 +52,23 @@ lazy.complete(__name__)
 class Run:
   """The parts of a run, and the modes that use them.
 
-  The constructor adapts parts that meet only JAXline's looser contract.
+  The constructor wraps parts that implement only JAXline's smaller interfaces.
 
   Attributes:
     experiment_class: constructs the experiment: a class or a partial of one.
     config: the run's config, validated.
-    checkpointer: saves and restores the series `latest`, and keeps `best`; None
-      keeps both in the memory of this process.
-    writer: gets the scalars of training; passed to `step`. None writes nothing.
-    eval_writer: gets the scalars of evaluation, and is passed to `evaluate`.
-    periodic_actions: called after each step, before the default ones.
+    checkpointer: saves and restores the series `latest` and `best`; None keeps
+      both in the memory of this process.
+    writer: gets the scalars of training. None writes nothing.
+    eval_writer: gets the scalars of evaluation. None writes nothing.
+    periodic_actions: called after each step, before logging and saving.
     eval_mode: the mode of the experiment that is evaluated.
     eval_checkpointer: the checkpointer of an evaluation in a second thread.
     console: prints progress on the terminal; None logs a line at an interval.
-    watch: receives the signals that end a run after a save.
+    watch: receives the signals that make a run save and end.
     trained: set by the training thread after its last checkpoint, or None.
-    log: `writer` with all methods, for the loops and for experiments.
-    eval_log: `eval_writer` with all methods.
+    log: `writer` with all methods; passed to `step`.
+    eval_log: `eval_writer` with all methods; passed to `evaluate`.
     stop: the exception that ended the run before its last step, or None.
   """
 
@@ -135,8 +135,8 @@ class Run:
     training = Training(self)
     state = training.state
     evaluator = self.make_evaluation(until=state.global_step)
-    # Evaluations from the restored step on are repeated, and their records are
-    # deleted. The evaluation of that step is kept if a note marks it complete.
+    # Evaluations at and after the restored step are repeated, so their records
+    # are deleted. That of the step itself is kept if a note marks it complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not protocol.is_new(checkpointer):
@@ -168,11 +168,11 @@ class Run:
           interval,
           end_step_to_action=config.training_steps,
         )
-        # It comes last, and subtracts its time from the clocks of the others.
+        # It comes last, and excludes its time from the clocks of all hooks.
         training.hooks.append(hook)
         # An earlier process may have ended between the save of this step and
-        # its evaluation; then evaluate now. With intervals in seconds nobody
-        # knows whether one was due, so always evaluate.
+        # its evaluation. If so, evaluate now. With intervals in seconds, no
+        # record tells whether an evaluation was due, so always evaluate.
         if state.global_step and interval_type == 'steps':
           hook(time.time(), state.global_step, None)
         elif state.global_step:
@@ -199,7 +199,7 @@ class Run:
     evaluation = dataclasses.replace(
       self,
       checkpointer=self.eval_checkpointer,
-      watch=preemption.Watch(),  # Signals are for the training.
+      watch=preemption.Watch(),  # Only the training handles signals.
       trained=trained,
     )
 
@@ -226,8 +226,8 @@ class Run:
     def training_is_over() -> bool:
       if self.trained is not None:
         return self.trained.is_set()
-      # The note of the end is missing if training was killed before it wrote
-      # one, or was restarted. In that case the last step marks the end.
+      # There is no note of the end if training was restarted, or was killed
+      # before it wrote one. Then the last step marks the end.
       return directory.ended() is not None or evaluator.is_of_last_step()
 
     with self.stoppable():
@@ -304,7 +304,7 @@ class Run:
 
   def mark_ended(self, step: int) -> None:
     """Notes that training has ended, and the experiment's reason if any."""
-    # Do not note early stopping: the next start decides it by its own config.
+    # Do not note early stopping: the next start decides by its own config.
     why = str(self.stop) if self.stop and not self.stop.is_noted else ''
     self.checkpointer.directory.end(step, why)
 
@@ -316,7 +316,7 @@ class Training:
     experiment: the experiment.
     state: the live state of `latest`, restored from the newest checkpoint.
     guard: checks that losses and gradients are finite.
-    agreement: makes all processes act at the same step at timed intervals.
+    agreement: chooses the step at which all processes do a timed action.
     hooks: called in this order after each step as `hook(time, step, scalars)`.
   """
 
@@ -364,7 +364,7 @@ class Training:
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     for action in run.periodic_actions:
-      # On one shared thread, a save's mark in the log follows earlier records.
+      # All share one thread, so a save's mark in the log follows their records.
       action.share(run.log.executor)
     run.console.show(run.log, 'train')
     self.hooks = hooks_lib.make_hooks(
@@ -393,11 +393,11 @@ class Training:
   def run(self) -> None:
     """Runs all steps, saves the last one, and waits for background work."""
     run, config, state = self._run, self._run.config, self.state
-    # It comes last, after the evaluation that `train_and_eval` has added.
+    # `_leave` comes last, after the evaluation that `train_and_eval` has added.
     hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
     try:
       with run.watch.training():
-        # A separate evaluation reads the weights of `restore_from` from this.
+        # A separate evaluation gets the weights of `restore_from` by this save.
         for_eval = config.restore_from and config.eval_initial_weights
         is_asked = for_eval or config.save_initial_train_checkpoint
         if is_asked and protocol.is_new(run.checkpointer):
@@ -416,7 +416,7 @@ class Training:
         # Wait until process 0 has saved: an early exit would abort the others.
         devices.rendezvous()
     except BaseException as error:
-      # Finish the writes that were due; the error to raise is the loop's.
+      # Finish the pending writes, but raise the loop's error.
       for part in [*hooks, run.log]:
         try:
           part.wait_to_finish()
@@ -426,7 +426,7 @@ class Training:
             logging.exception('A periodic action failed as well.')
       raise
     finally:
-      # They refer to `self`, and the cycle would keep the weights alive.
+      # The hooks refer to `self`; this cycle would keep the weights alive.
       self.hooks.clear()
       run.checkpointer.directory.logs = ()
 

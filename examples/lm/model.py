@@ -49,7 +49,7 @@ _CHOICES = {
 }
 # Options that start with one of these need a mixture of experts.
 _OF_EXPERTS = ('experts_per_token', 'shared_dim', 'expert_capacity', 'router_')
-_STACK = 'layers'  # Module name of the repeated layers, and their axis.
+_STACK = 'layers'  # The repeated layers' module name and leading axis.
 # Standard deviation of the initial embeddings and routers. The embedding is
 # also the output layer, so small entries make the first logits almost 0. Small
 # routers let all experts learn from the start.
@@ -76,21 +76,22 @@ class ModelConfig:
       embedding.
     normalize_embedding: whether to normalize the input of the first layer too.
       If not, it is as small as the entries of the embedding.
-    rotary_base: nearly the longest period of rotary positions, divided by 2 pi.
+    rotary_base: base of the rotary periods; the longest is nearly 2 pi times
+      this number.
     rotary_scaling: stretches these periods: see `transformer.rotary_angles`.
-    windows: how many positions the queries of each layer see, up to and
-      including their position; 0 means all. The layers repeat the pattern:
-      (4096, 0) limits every other layer, starting with the first.
-    local_rotary_base: `rotary_base` of the layers with a window, to which
-      `rotary_scaling` then does not apply. None means that they have the base
-      and the scaling of the other layers.
+    windows: how many positions each layer's queries see, up to and including
+      their own; 0 means all. The layers repeat the pattern: (4096, 0) limits
+      every other layer, starting with the first.
+    local_rotary_base: `rotary_base` of the layers with a window, which then
+      ignore `rotary_scaling`. None means that they use the base and the scaling
+      of the other layers.
     qkv_bias: whether queries, keys and values have biases.
     qk_norm: whether to normalize queries and keys.
     query_scale: factor of the attention scores; None means K**-0.5.
     attention_cap: limit of the scores: see `transformer.cap`; 0 means none.
     logits_cap: limit of the logits; 0 means none.
     norm_epsilon: number that normalization adds to the mean square.
-    norm_offset: whether the scales of normalization are stored less 1.
+    norm_offset: whether the weights hold the scales of normalization minus 1.
     post_norms: whether to normalize the output of each part too.
     embedding_scale: whether to multiply embeddings by sqrt(D).
     tie_embeddings: whether the embedding is also the output layer.
@@ -102,9 +103,9 @@ class ModelConfig:
     experts_per_token: number of experts that process each token.
     shared_dim: hidden width of an additional part that processes all tokens;
       None means that there is none.
-    expert_capacity: limits the tokens of an expert: see `moe.Options.capacity`.
-      An expert adds nothing to the tokens that it drops. 0 means that no token
-      is dropped, and decoding with a cache never drops any.
+    expert_capacity: limit of an expert's tokens: see `moe.Options.capacity`. An
+      expert adds nothing to the tokens that it drops. 0 drops no token, and
+      decoding with a cache never drops any.
     router_gate: function of the router's logits: 'softmax' or 'sigmoid'.
     router_normalize: whether to divide a token's gates by their sum.
     router_scale: factor of the gates.
@@ -125,15 +126,14 @@ class ModelConfig:
       set it to the size of the mesh along `stage`, or to a multiple of it.
     pipeline_microbatches: number of parts into which the pipeline cuts the
       rows. More parts make the bubble smaller: see docs/sharding.md.
-    pipeline_repeats: how often each part goes round the stages.
+    pipeline_repeats: how often each part passes through all stages.
     dropout: dropout rate of the embedding and of each residual branch.
     dtype: type of the computation. Weights, normalization, softmax and loss
       stay float32.
     matmul: arithmetic of products with weights: 'dtype', or 'fp8'
-      (docs/reference/fp8.md). Attention and the logits stay in
-      `dtype`.
+      (docs/reference/fp8.md). Attention and the logits stay in `dtype`.
     loss_chunks: number of pieces into which the loss cuts the sequence. Only
-      the logits of one piece exist at a time, which pays for large
+      the logits of one piece exist at a time, which saves memory with large
       vocabularies.
   """
 
@@ -219,8 +219,8 @@ class ModelConfig:
       )
     if self.positions == 'rotary' and self.head_dim % 2:
       raise ValueError(
-        f'Rotary positions need an even embed_dim / num_heads; got'
-        f" {self.head_dim}. Change either, or set positions='learned'."
+        'Rotary positions need an even embed_dim / num_heads or head_size; got'
+        f" {self.head_dim}. Change these, or set positions='learned'."
       )
     if self.matmul == 'fp8' and self.pipeline_stages > 1:
       raise ValueError(
@@ -343,7 +343,7 @@ def weight(
 
 
 def _matrix_init(terms: int) -> hk.initializers.Initializer:
-  """Returns the initializer of a matrix whose outputs are sums of `terms`."""
+  """Returns the initializer of a matrix whose outputs sum `terms` products."""
   return hk.initializers.RandomNormal(terms**-0.5)
 
 
@@ -723,7 +723,7 @@ def _positions_of_layers(
     if room is None:
       return transformer.rotary_angles(positions, config.head_dim, *args)
     # XLA recomputes cosines for each head of each row, unless they are
-    # constants. Training does not come here, so that its bits do not change.
+    # constants. Training does not use this path: its bits would change.
     with jax.ensure_compile_time_eval():
       angles = transformer.rotary_angles(
         jnp.arange(room), config.head_dim, *args
@@ -747,7 +747,7 @@ def _positions_of_layers(
     if isinstance(i, int) or len(set(windows)) == 1:
       window = windows[i if isinstance(i, int) else 0]
       return window, local if window else angles
-    # Scanned layers have one program, which takes the window as an array.
+    # Scanned layers share one program, which takes the window as an array.
     window = jnp.array([x or config.max_length for x in windows])[i]
     if local is angles:
       return window, angles
@@ -869,7 +869,7 @@ def init(rng: jax.Array, config: ModelConfig) -> Params:
     # they are stacked.
     inner = module.removeprefix(f'{_STACK}/')
     stacked = () if inner == module else (_STACK,)
-    if fp8.is_state(name):  # Small, so only the `layers` axis may be split.
+    if fp8.is_state(name):  # It is small, so only `layers` may be split.
       unnamed = (None,) * (value.ndim - len(stacked))
       return partitioning.Logical(value, (*stacked, *unnamed))
     if (inner, name) not in declared:
@@ -948,7 +948,7 @@ def loss(
     params: unboxed weights.
     tokens_BL: the input.
     targets_BL: the token to predict at each position.
-    weights_BL: float32; 0 excludes a position. It gets no gradient.
+    weights_BL: float32; 0 excludes a position. They get no gradient.
     config: the model.
     rng: a key for dropout; needed if the model has dropout and is trained.
     is_training: whether to apply dropout.
@@ -1054,7 +1054,7 @@ def log_probs(
 def split_layers(params: Params, config: ModelConfig) -> Params:
   """Splits the stacked weights into one array per layer, for `decode_step`.
 
-  A loop over tokens then need not copy them out of the stack for each token.
+  A loop over tokens then does not copy them out of the stack for each token.
 
   Args:
     params: unboxed weights, or the result of this function.

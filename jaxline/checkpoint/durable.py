@@ -2,7 +2,7 @@
 
 `restore` takes the newest manifest, compares the configs, checks that the
 checkpoint fits the experiment, and reads and verifies each part once. If a part
-is damaged, all processes use the previous checkpoint. See `saving` for writing.
+is damaged, all processes use the previous checkpoint. `saving` writes them.
 """
 
 from collections.abc import Callable, Collection
@@ -36,7 +36,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   """
 
   directory: directory_lib.DurableDirectory
-  _declared = stateful.Stateful  # A default, until the class is known.
+  _declared = stateful.Stateful  # The default until the class is known.
   # Returns an experiment that is `Stateful`.
   complete: Callable[[Any], Any] = staticmethod(lambda module: module)
 
@@ -90,8 +90,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     is_best = ckpt_series == 'best'
     added = contents.best_extras(state, self._allow_pickle) if is_best else {}
     content = None
-    # `best` can share the data of `latest` if that has this step and evaluation
-    # does not change the state. Otherwise copy the state.
+    # If `latest` has this step and evaluation does not change the state, `best`
+    # can share the data of `latest`. Otherwise copy the state.
     names_latest = module.EVALUATION_IS_PURE and step == self._held_step
     if not (is_best and names_latest):
       kind = 'best' if is_best else 'train'
@@ -110,7 +110,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
       self._saver.write, ckpt_series, step, flush, content, added
     )
     keep = protocol.num_to_keep(config, ckpt_series, module)
-    # Queue removals separately: the next save waits only for the write.
+    # Queue removals separately, so that the next save does not wait for them.
     thread.put(
       functools.partial(self._saver.apply_retention, ckpt_series, keep)
     )
@@ -143,7 +143,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
 
   def close(self) -> None:
     self.directory.drain()
-    with contextlib.suppress(OSError):  # The next start collects the garbage.
+    with contextlib.suppress(OSError):  # The next start can remove the mark.
       self._saver.keep_data()
     self.directory.close()
 
@@ -293,7 +293,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     return distributed.broadcast_from_process_0(bool(self.steps(ckpt_series)))
 
   def checkpoint(self, series: str, step: int) -> contents.Checkpoint:
-    """Returns a checkpoint to read, without reading or finding it yet."""
+    """Returns a checkpoint, which is looked up only when it is read."""
     return contents.Checkpoint(
       self._manifests, series, step, self._allow_pickle
     )
@@ -324,11 +324,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         found = self.checkpoint(series, at)
         if series == 'latest':
           self._saver.keep_data([found.record['data']])
-          # The mark protects the data if the manifest still exists.
+          # Read the manifest again: if it still exists, the mark is in time.
           found = self.checkpoint(series, at)
         restoring.check_config(found, self.directory, self._declared)
         with found.reading():
-          # Only the best value is read, but it counts only with intact weights.
+          # Only the best value is restored, but it is void without its weights.
           if state.get('experiment_module') is None:
             arrays.verify(found.data, found.described, reads=False)
           return found, self._read(found, state, module)
@@ -337,7 +337,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         return restoring.call_in_all_processes(read)
       except store_lib.DamagedError as e:
         if not distributed.broadcast_from_process_0(at in self.steps(series)):
-          continue  # It was removed during the read; look for the next one.
+          continue  # It was removed during the read. Look for the next one.
         logging.error('%s Trying an earlier one.', e)
         reports[at] = str(e)
 

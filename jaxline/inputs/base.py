@@ -2,8 +2,8 @@
 
 An input gives one process its batches: dicts of NumPy arrays with the batch
 dimension first. To write an input, override `get_next`. If you override
-`position` and `set_position` too, a resumed run neither repeats nor skips a
-record. The interface comes from Pax (https://github.com/google/paxml, 'Data
+`position` and `set_position` too, a resumed run neither repeats nor skips
+records. The interface comes from Pax (https://github.com/google/paxml, 'Data
 inputs'). docs/inputs.md has examples and a table of the kinds of evaluation.
 """
 
@@ -68,22 +68,22 @@ def per_host(global_batch_size: int, shard: Shard | None = None) -> int:
 class BaseInput:
   """The batches of one process, with a position.
 
-  A subclass that adds fields must be a dataclass too. It checks its fields in
-  `__post_init__`, after a call to `super().__post_init__()`.
+  A subclass that adds fields must be a dataclass too. Check its fields in
+  `__post_init__`, after you call `super().__post_init__()`.
 
   Attributes:
     name: Name in messages; '' means the name of the class.
     batch_size: Rows that each host reads per batch.
-    shard: Rows of a global batch to read; None means `process_shard()`.
-    num_infeed_hosts: Number of hosts that share the data. None means the
-      shard's count and 0 means 1. After construction it is the number.
+    shard: Part of each global batch to read; None means `process_shard()`.
+    num_infeed_hosts: Number of hosts that share the data. The constructor
+      replaces None by the shard's count, and 0 by 1.
     infeed_host_index: Index of this host; None means the shard's index.
     input_random_seed: Seed of the order of the data and of all its random
       numbers. None means 0 in evaluation or if the position is saved.
-      Otherwise the hosts draw a new seed together at each start.
+      Otherwise all hosts use a new common random seed at each start.
     is_training: Whether the input feeds training.
     reset_for_eval: Whether each evaluation reads one epoch from its beginning.
-      If not, it reads the next `eval_loop_num_batches`.
+      If not, it reads the next `eval_loop_num_batches` batches.
     eval_loop_num_batches: Batches per evaluation, without `reset_for_eval`.
     input_checkpointing_enabled: Whether checkpoints hold the position.
     num_given: Rows in the last batch before padding. None if an override of
@@ -175,7 +175,7 @@ class BaseInput:
       none = ', or None' if or_none else ''
       self.refuse(key, f'an integer of at least {least}{none}')
 
-  # A subclass overrides these methods.
+  # Subclasses override these methods.
 
   def get_next(self) -> dict[str, Any]:
     """Returns the next batch: arrays [b, ...], b at most `batch_size`.
@@ -262,11 +262,11 @@ class BaseInput:
     if self.saves_position:
       return 0
     if self.num_infeed_hosts not in (1, jax.process_count()):
-      return 0  # To agree on a seed takes one process per shard.
+      return 0  # Agreeing on a seed needs one process per shard.
     return distributed.broadcast_from_process_0(secrets.randbits(31))
 
   def describe(self) -> str:
-    """Returns the name of the input and of the record that it reads."""
+    """Returns the name of the input and the place that it reads."""
     try:
       return f'{self.name}, reading {self.where()}'
     except Exception as e:  # It must not hide an error, or end a stalled run.
@@ -325,7 +325,7 @@ class BaseInput:
         )
       yield batch
 
-  # Every batch has a mark, a copied position. A checkpoint makes it a state.
+  # A mark is a copy of the position after a batch; checkpoints store a state.
 
   def copy_position(self) -> Any:
     """Returns a copy of the position, or None if it is not saved."""
@@ -347,7 +347,7 @@ class BaseInput:
     return self.state_of(copy.deepcopy(self.position()))
 
   def set_state(self, state: Any) -> None:
-    """Continues where `get_state` was called, in this or another process.
+    """Continues where `get_state` was called, maybe in another process.
 
     Raises:
       ValueError: The state is from a different input, data, order or host.
@@ -379,7 +379,7 @@ class BaseInput:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class ResumableInput(BaseInput, abc.ABC):
-  """An input that can start to read at any position.
+  """An input that can start reading at any position.
 
   Attributes:
     repeat: Whether to read epoch after epoch; None means `not reset_for_eval`.
@@ -411,7 +411,7 @@ class ResumableInput(BaseInput, abc.ABC):
       self._at = copy.deepcopy(position)  # The generator may change its own.
       return batches.as_batch(batch)
     except BaseException:
-      # A retry needs a new generator: this one is past the failed batch.
+      # A retry needs a new generator: the failed one cannot continue.
       self.close()
       raise
 

@@ -75,7 +75,7 @@ class _Feed:
     return sources
 
   def abstract_batch(self) -> BatchDict:
-    """Reads the first batch; returns shapes and shardings of a global one."""
+    """Reads a batch; returns the shapes and shardings of a global batch."""
     sources = self._open_all()
     source = next(iter(sources.values()))
     try:
@@ -112,8 +112,8 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position after the last step's batch: `_mark`, which costs a step
-  # nothing, once a batch of the open input was used; `_saved` before that.
+  # The position after the last step's batch is in `_saved` until a step uses a
+  # batch of the open input. From then on it is in `_mark`, which is cheaper.
   _saved: Any = None
   _mark: Any = None
 
@@ -221,7 +221,7 @@ class TrainFeed(_Feed):
     return source
 
   def _read_ahead(self, source: inputs.BaseInput) -> infeed.Infeed:
-    # `self` would let the thread keep the experiment and its arrays alive.
+    # Do not pass `self`: the thread would keep the experiment's arrays alive.
     skipped, numbers = self._skipped, itertools.count(self.num_read + 1)
     return infeed.Infeed(
       source,
@@ -275,11 +275,11 @@ class EvalFeed(_Feed):
   ) -> GlobalBatches:
     """Yields the global batches of one evaluation of a set, all of one shape.
 
-    With each batch come the number of rows that this process has read, before
-    padding, and a function. The function yields the batch twice: once with
-    weights for the first half of each process's rows only, once for the rest.
-    All processes call it together. A process that runs out of batches before
-    the others yields batches of padding.
+    It yields each batch with the number of rows that this process has read,
+    without padding, and a function. The function yields the batch twice: with
+    the weights of only the first half of each process's rows, then with those
+    of the rest. All processes must call it together. A process that runs out of
+    batches before the others yields batches of padding.
     """
     # Read ahead, since training waits for the evaluation.
     host_batches = infeed.read_ahead(
@@ -325,8 +325,8 @@ class EvalFeed(_Feed):
   def rows_of(self, outputs: Any, num_given: int) -> Any:
     """Returns the rows of all processes without padding, as NumPy arrays.
 
-    Rows are ordered by the index of their host. All processes call this method
-    together.
+    Rows are ordered by the index of their host. All processes must call this
+    method together.
 
     Args:
       outputs: Tree of arrays [B, ...], sharded like the batch.

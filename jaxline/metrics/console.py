@@ -44,7 +44,7 @@ _HEARD = ('console.py', 'token_cache.py', 'xla.py')  # These log long waits.
 
 
 def is_shown(record: std_logging.LogRecord) -> bool:
-  """Filters infos of this library and JAX out of a log, unless -v is 1."""
+  """Filters out most infos of this library and JAX, unless --verbosity=1."""
   return (
     record.levelno != std_logging.INFO
     or not record.pathname.startswith(_LIBRARIES)
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
   config_file: str = ''  # The value of --config.
   # The user's values of dotted config keys.
   overrides: Mapping[str, Any] = types.MappingProxyType({})
-  is_point: bool = False  # Whether it is a point of a sweep, without a command.
+  is_point: bool = False  # Whether the run is a point of a sweep.
 
   @classmethod
   def of(cls, flag: Any) -> Origin:
@@ -232,7 +232,7 @@ class Console(contextlib.AbstractContextManager):
           anew = [f'--config.{key}' for key in ('checkpoint_dir', *changes)]
           is_new = False
           for arg in command[len(program) :]:
-            if arg[:2] == '--':  # A flag's value may follow as a word.
+            if arg[:2] == '--':  # A flag's value may be the next word.
               is_new = arg.partition('=')[0] in anew
             program += [arg] * (not is_new)
       others = [f'--config.{key}={x}' for key, x in changes.items()]
@@ -246,7 +246,7 @@ class Console(contextlib.AbstractContextManager):
 
   @contextlib.contextmanager
   def training(self) -> Iterator[None]:
-    """Within this context, shows the progress of the training steps."""
+    """Shows the progress of the training steps inside the context."""
     state, line = self._state, None
     if self._experiment.should_run_step(state.global_step, self._config):
       self.print('Compiling the train step...')
@@ -276,7 +276,7 @@ class Console(contextlib.AbstractContextManager):
     """Takes the numbers of new steps, by step; prints the line that is due."""
     recent, earlier = [*numbers.values()], self._earlier
     rate, self._earlier = recent[-1].get('steps_per_sec'), recent
-    if self.mode == 'live':  # One second has too few steps for a mean.
+    if self.mode == 'live':  # One second may have too few steps for a mean.
       self._earlier = [*earlier, *recent][-2 * _MAX_STEPS :]
       middle = len(self._earlier) // 2
       earlier, recent = self._earlier[:middle], self._earlier[middle:]
@@ -285,7 +285,7 @@ class Console(contextlib.AbstractContextManager):
       first.append('input_wait_fraction')
     self._texts = lines.describe(recent, earlier, first)
     self._num_first = len(first)
-    if rate is not None:  # If None, the steps follow the last line.
+    if rate is not None:  # It is None for the steps after the last line.
       self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
       if self.mode != 'live':
         self.print(self._progress(step, self._width))
@@ -326,7 +326,7 @@ class Console(contextlib.AbstractContextManager):
     self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
-    """Notes the best value so far; without a step, it predates this start."""
+    """Notes the best value so far. A step of None means an earlier start."""
     when = 'before this start' if step is None else f'at step {step}'
     self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:
@@ -392,7 +392,7 @@ class ConsoleHook(periodic.PeriodicAction):
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     others = scalars_lib.others_of(scalars)  # The packed scalars are small.
-    if not self._kept:  # To do this in each step would take microseconds.
+    if not self._kept:  # Doing this in each step would take microseconds.
       sizes = ((name, getattr(x, 'size', 1)) for name, x in others.items())
       self._large = [name for name, size in sizes if size != 1]
     for name in self._large:  # They would fill the memory of the devices.

@@ -110,7 +110,7 @@ def _connect(place: dict[str, Any]) -> None:
         place['num_processes'],
         place['process_id'],
         local_device_ids=place.get('local_device_ids'),
-        # JAX need not detect values, since all are given.
+        # JAX does not have to detect values, since all are given.
         cluster_detection_method='deactivate',
         initialization_timeout=_CONNECT_SECS,
         heartbeat_timeout_seconds=_HEARTBEAT_SECS,
@@ -164,7 +164,7 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
     elif issubclass(cluster, clusters.K8sCluster):
       is_usable = 'JOB_COMPLETION_INDEX' in os.environ
       if is_usable:
-        # If it is missing, JAX only warns, and each pod would train alone.
+        # Without it, JAX would only warn, and each pod would train alone.
         importlib.import_module('kubernetes')
     else:
       is_usable = not cluster.opt_in_only_method
@@ -174,8 +174,8 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
 
 
 def _keeps_gpus() -> bool:
-  """Returns whether not to give one GPU to this process of Slurm or MPI."""
-  # If a node has only one process, one GPU would leave the rest idle.
+  """Returns whether JAX chooses the GPUs of this process of Slurm or MPI."""
+  # If a node has only one process, that process uses all GPUs of the node.
   per_node = os.environ.get('SLURM_STEP_TASKS_PER_NODE', '')
   return (
     bool(os.environ.get('JAX_LOCAL_DEVICE_IDS'))  # JAX selects the GPUs by it.
@@ -196,7 +196,7 @@ def gather_and_decide(
   error: BaseException | None = None,
   series: str = 'decision',
 ) -> T:
-  """Gathers a value per process and returns process 0's choice in all of them.
+  """Gathers a value from each process; returns process 0's choice in all.
 
   It uses the coordination service, so a background thread may call it. All
   processes must call it in the same order, on one thread per series.
@@ -245,7 +245,7 @@ def gather_and_decide(
     raise error
   chosen = get('chosen')
   if process == 0 and number > 0:
-    # Since all took part in this decision, all have read the previous one.
+    # All took part in this decision, so all have read the previous one.
     client.key_value_delete(f'{place}/{number - 1}/')
   return chosen
 
@@ -258,10 +258,10 @@ def broadcast_from_process_0(value: T, series: str = 'chief') -> T:
 class Agreement:
   """Lets the clock of process 0 decide when all processes act together.
 
-  A request of process 0 wakes a thread in each process. These threads hold
-  their training threads at the next `is_due`, exchange their newest steps, and
-  agree on the step after the largest, which no process has passed. Without a
-  request, `is_due` only takes a lock.
+  A request of process 0 wakes a thread in each process. These threads block
+  `is_due` in their training threads, exchange their newest steps, and agree on
+  the step after the largest, which no process has passed. Without a request,
+  `is_due` only takes a lock.
 
   All processes must call `is_due` with the same names after the same steps.
   """
@@ -273,7 +273,7 @@ class Agreement:
     self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     self._step = -1
     self._due: set[tuple[str, int]] = set()
-    self._asked: set[str] = set()  # This process's requests that are not done.
+    self._asked: set[str] = set()  # Open requests of this process.
     self._lock = threading.Lock()
     self._error: BaseException | None = None
     self._thread: threading.Thread | None = None

@@ -52,7 +52,7 @@ class Heartbeat:
   """An object that is rewritten every BEAT_SECS while this process lives."""
 
   def __init__(self, store: store_lib.Store, key: str, version: Any = None):
-    """Writes nothing yet. Without the current `version`, `write` overwrites."""
+    """Writes nothing yet. If `version` is None, `write` always overwrites."""
     self._store, self._key, self._version = store, key, version
     self._is_sole, self._is_lost = version is not None, False
     self._count = 0
@@ -61,14 +61,14 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, daemon=True)
 
   def write(self, **value: Any) -> bool:
-    """Writes a value, or rewrites the last one; returns False if it is lost."""
+    """Writes a value, or the last one again; returns whether it is ours."""
     with self._lock:
       self._value = value or self._value
       if not self._is_lost:
         raw = json.dumps({**self._value, 'beat': self._count}).encode()
         expected = self._version if self._is_sole else None
         self._version = self._store.write(self._key, raw, expected)
-        # Count afterwards: if the answer is lost, the retry writes the same.
+        # Count last: if the answer is lost, the retry writes the same bytes.
         self._count += 1
         self._is_lost = self._version is None
     if self._thread.ident is None:
@@ -98,8 +98,8 @@ class Heartbeat:
         self._store.delete(self._key)
 
 
-# The claims of this process, in which a second lock on the same file would
-# succeed. In a forked child, they are the parent's.
+# The claims of this process, which could lock the same file twice. A forked
+# child inherits the dict, but not the locks.
 _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
 
@@ -190,7 +190,7 @@ def _lock_file(path: pathlib.Path) -> int | None:
   try:
     import fcntl  # Windows does not have it.
 
-    # A forked worker process would keep an flock.
+    # Not flock: a forked worker process would keep such a lock.
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except (OSError, ImportError) as e:
     number = getattr(e, 'errno', errno.ENOLCK)
@@ -209,7 +209,7 @@ def _lock_file(path: pathlib.Path) -> int | None:
 
 # All objects of a process share a nonce, until it has released all of them.
 _OBJECT = keys.record(nonce=keys.text('a nonce'))
-_dead: set[str] = set()  # Nonces of ended processes, to wait only once.
+_dead: set[str] = set()  # Nonces of ended processes: wait only once for each.
 
 
 def _take_object(

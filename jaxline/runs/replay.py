@@ -1,8 +1,8 @@
 """Replays steps of a run exactly, without writing to it.
 
-A replay restores the newest kept checkpoint before a step, or starts from the
-seed. From there it runs the recorded config in the run's own training loop. On
-the devices and versions of the run, it reproduces the run bit for bit.
+A replay restores the newest kept checkpoint before a step, or starts as the run
+did. From there it runs the recorded config in the run's own training loop. With
+the same devices and package versions, it reproduces the run bit for bit.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from jaxline.metrics import lines
 from jaxline.metrics import writers
 from jaxline.run_directory import store as store_lib
 
-# Lines of these files do not identify an operation of the model.
+# A line in one of these folders does not identify an operation of the model.
 _LIBRARIES = tuple(
   os.path.join(os.path.dirname(path), '')
   for path in (jaxline.__file__, os.__file__, os.path.dirname(jax.__file__))
@@ -85,7 +85,7 @@ class Replay:
       )
 
   def values(self, first: int, until: int) -> dict[int, dict[str, Any]]:
-    """Runs steps; returns values like `logged_values`, and state hashes."""
+    """Runs steps; returns their `logged_values` and the hash of the state."""
     found: dict[int, dict[str, Any]] = {}
 
     def keep(step: int, scalars: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def open_replay(
 ) -> Iterator[Replay]:
   """Yields a replay of a run, at its newest kept checkpoint before a step.
 
-  If `saved` is given, this directory gets a checkpoint of the last step. If
+  If `saved` is given, the last step is saved in that directory. If
   `experiment_class` is None, the recorded config names the class.
   """
   run = runs.read(directory)
