@@ -649,7 +649,7 @@ if not (child := os.fork()):
     try:
       act()
     except RuntimeError as error:
-      assert 'forked process' in str(error)
+      assert 'fork' in str(error)
     else:
       os._exit(1)
   sys.exit(0)  # The inherited exit handler has nothing to wait for.
