@@ -46,7 +46,7 @@ class Result:
 
   directory: str
   experiment: Any  # Holds the weights of the last step.
-  history: runs.History  # 'train/loss' -> [N, 2]: steps and values.
+  history: runs.History = dataclasses.field(repr=False)
   best: dict[str, float]  # The best `config.best_model_eval_metric`, if any.
 
   def _repr_html_(self) -> str:

@@ -27,8 +27,7 @@ from jaxline.parallel import placement
 TrainState = train_state.TrainState
 BatchDict = inputs.BatchDict
 LossOutput = tuple[jax.Array, Mapping[str, Any], Any]
-# (params, model_state, batch, rng, is_training) ->
-# (loss, metrics, new model_state).
+# (params, model_state, batch, rng, is_training) -> (loss, metrics, new state).
 LossFn = Callable[[Any, Any, BatchDict, jax.Array, bool], LossOutput]
 # (loss, metrics, new model_state, gradients).
 Gradients = tuple[jax.Array, metrics_lib.Metrics, Any, Any]

@@ -31,11 +31,11 @@ from jaxline.run_directory import store as store_lib
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-  """The contents of a run's directory."""
+  """A run's directory: its config by dotted key, its curves by 'train/loss'."""
 
   path: str
-  recorded: dict[str, Any]  # The resolved config, by dotted key.
-  curves: dict[str, dict[int, float]]  # 'train/loss' -> value by rising step.
+  recorded: dict[str, Any] = dataclasses.field(repr=False)
+  curves: dict[str, dict[int, float]] = dataclasses.field(repr=False)
   step: int  # The last step that was logged or saved; 0 if there is none.
   has_ended: bool  # Whether training has ended.
 
@@ -113,6 +113,9 @@ class RunRecord:
 class History(dict[str, np.ndarray]):
   """A run's curves by name, such as 'train/loss': arrays [N, (step, value)]."""
 
+  def __missing__(self, name: str) -> Any:
+    raise KeyError(f'{name!r}; expected one of {list(self)}')
+
   def to_pandas(self) -> Any:
     """Returns a DataFrame with a row per step and a column per name."""
     curves = {k: dict(zip(*x.T, strict=True)) for k, x in self.items()}
@@ -126,8 +129,7 @@ def optional(name: str) -> Any:
   try:
     return importlib.import_module(name)
   except ImportError as e:
-    package = name.partition('.')[0]
-    text = f'{package} is not installed: pip install {package}'
+    text = f'{name} is not installed: pip install {name.partition(".")[0]}'
     raise errors.UsageError(text) from e
 
 
