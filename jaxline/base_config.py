@@ -351,6 +351,7 @@ def recorded_config(
         if config_record.value(config, name) != 'off':
           config.update_from_flattened_dict({name: DEFAULTS[name]})
       dropped = xla.drop_places(config.xla)
+      _link(config)
   except (AttributeError, KeyError, TypeError, ValueError) as e:
     raise errors.UsageError(
       f'{directory} is not the directory of a run: {e}'
@@ -362,6 +363,19 @@ def recorded_config(
       ' or override config.xla.pgle_save or pgle_profile.'
     )
   return config
+
+
+def _link(config: config_dict.ConfigDict) -> None:
+  """Restores references, of which a record has the values.
+
+  A key of the experiment follows the base key of the same name, and `seed`
+  follows `random_seed`, if the values are equal.
+  """
+  own = config.experiment_kwargs.get('config')
+  for name in [*own] if isinstance(own, config_dict.ConfigDict) else ():
+    base = 'random_seed' if name == 'seed' else name
+    if base in DEFAULTS and own[name] == config[base] is not None:
+      own[name] = config.get_oneway_ref(base)
 
 
 def _fill(target: Any, values: Mapping[str, Any]) -> None:

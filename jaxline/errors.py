@@ -7,9 +7,10 @@ from typing import Any
 
 # Finds the section of docs/troubleshooting.md that a message needs, by name.
 _SECTIONS = re.compile(
-  r"(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))|(?P<nan>not finite)"
+  r"(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))"
   r'|(?P<unknown_flags>Unknown command line flag|expected flags|Expected --)'
-  r'|(?P<class_not_found>experiment_class is)|(?P<hang>no sign of life)'
+  r'|(?P<class_not_found>experiment_class is)|(?P<nan>s of .*not finite)'
+  r'|(?P<hang>no sign of life)'
   r"|(?P<missing_packages>No module named|pip install -e ')"
   r'|(?P<missing_files>No files found|cannot be read|file such as|\.tokens`)'
   r'|(?P<no_accelerator>_ensure_tpu)|(?P<wrong_results>was computed twice)'

@@ -433,6 +433,9 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
   """Parses flags; returns the program's name, or raises UsageError."""
+  # Overrides need the config's own flag first.
+  first = '--config=', '--jaxline_run='
+  argv = [argv[0], *sorted(argv[1:], key=lambda x: not x.startswith(first))]
   try:
     name, *others = values(argv)
   except (flags.Error, AttributeError, KeyError) as e:

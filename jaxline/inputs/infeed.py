@@ -126,7 +126,8 @@ def _read(
       try:
         placed = place(batch)
       except Exception as e:
-        e.add_note(f'The error is in the last batch of {source.describe()}.')
+        what, *_ = source.describe().splitlines()
+        e.add_note(f'The error is in the last batch of {what}.')
         raise
       yield placed, mark
   finally:

@@ -56,8 +56,9 @@ class RunRecord:
   def seconds(self) -> float:
     """The time of the training steps, without pauses between restarts."""
     rates = self.curves.get('train/steps_per_sec', {})
-    # A run that started from a checkpoint may have started at its step.
-    before = min(rates, default=0) if self.recorded.get('restore_from') else 0
+    # It may have started from a checkpoint whose step is not recorded.
+    is_from = self.recorded.get('restore_from')
+    before = self.first_step - 1 or (min(rates, default=0) if is_from else 0)
     pairs = itertools.pairwise([before, *rates])
     return sum((b - a) / rates[b] for a, b in pairs if rates[b] > 1e-9)
 

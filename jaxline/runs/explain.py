@@ -153,6 +153,12 @@ def command(args: argparse.Namespace) -> int:
     numbers = f'{loss:.4f}', f'{weight:g}', f'{norm:.4g}' if args.grads else ''
     table.append((str(row), *numbers, where, text[:_MAX_TEXT]))
   inspection.print_table(table, right=(0, 1, 2, 3))
+  if not any(np.isfinite(loss) for _, loss, *_ in rows):
+    lines.print_text(
+      'No row is finite, so the cause is the model or its weights, not the'
+      f' batch: python -m jaxline.runs replay {run.path} {step} --nan'
+    )
+    return 0
   config, recorded = replay.config, base_config.recorded_config(run.path)
   skipped = sorted([*keys.parse_ranges(config.skip_batches), (number, number)])
   texts = (str(a) if a == b else f'{a}-{b}' for a, b in skipped)

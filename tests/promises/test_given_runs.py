@@ -350,6 +350,21 @@ def test_the_config_is_that_of_the_run(tmp_path):
   assert config.training_steps == 3
 
 
+def test_what_followed_a_key_follows_it_again(tmp_path):
+  recorded = {'training_steps': 3, 'seed': 42, 'eval_interval': 5}
+  run = rewritten(
+    trained(tmp_path / 'run'), experiment_kwargs={'config': recorded}
+  )
+  argv = '--config.training_steps=9', '--config.random_seed=7'  # In any order.
+  config = platform.load_config([*argv, f'--jaxline_run={run}'])
+  own = {'training_steps': 9, 'seed': 7, 'eval_interval': 5}
+  assert config.experiment_kwargs.config.to_dict() == own
+  argv = [f'--jaxline_run={run}', '--config.experiment_kwargs.config.seed=1']
+  config = platform.load_config(argv)
+  assert config.experiment_kwargs.config.seed == 1
+  assert config.random_seed == 42
+
+
 @pytest.mark.parametrize(
   ('args', 'said'),
   [

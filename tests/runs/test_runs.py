@@ -247,6 +247,10 @@ def test_what_is_read_of_a_run(make_run):
       *('steps_per_sec', {4010: 2.0, 4020: 10.0}, {'restore_from': 'b'}),
       *('seconds', 1.0),
     ),
+    (
+      *('steps_per_sec', {12: 2.0, 20: 8.0}, {'restore_from': 'b:10'}),
+      *('seconds', 2.0),
+    ),
     ('steps_per_sec', {1: 'NaN', 2: 0.5}, {}, 'seconds', 2.0),
     # With checkpoints in memory there is no note of the end.
     ('loss', {30: 1.0}, {'checkpointer': 'memory'}, 'has_ended', True),
