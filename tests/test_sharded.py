@@ -180,6 +180,22 @@ def test_raw_typed_and_restored_keys_are_the_same(impl):
 # Steps: numbers, keys, batches.
 
 
+class Draws(Regression):
+  """Returns a draw of each step's key."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    loss, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    return loss, {**values, 'draw': jax.random.uniform(rng)}, new
+
+
+def test_the_key_of_a_step_is_that_of_the_run_and_its_number():
+  rows = regression.train_steps(make(Draws), 3, seed=1)
+  keys = [jax.random.fold_in(jax.random.PRNGKey(1), i) for i in range(3)]
+  assert [row['draw'] for row in rows] == [*map(jax.random.uniform, keys)]
+
+
 class Fixed(Regression):
   """Trains, and evaluates, on given batches; predicts 0, by given weights."""
 
