@@ -5,7 +5,6 @@ import functools
 import gc
 import json
 import threading
-import time
 import types
 
 import jax
@@ -27,6 +26,7 @@ from jaxline.checkpoint import inspection
 from jaxline.compat import experiments
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
+from tests import processes
 from tests.experiments import regression
 
 KEY = jax.random.PRNGKey(0)
@@ -401,10 +401,7 @@ def test_restore_is_exact_with_batches_in_flight(sharding):
   rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(1))
   for step in range(3):
     experiment.step(global_step=step, rng=rng, writer=None)
-  deadline = time.monotonic() + 20
-  while int(experiment.data.state['next']) <= 5:
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
+  processes.wait_until(lambda: int(experiment.data.state['next']) > 5)
   snapshot = save(experiment)
   # Not the position of the thread that reads ahead.
   assert int(snapshot['input']['state']['next']) == 4
