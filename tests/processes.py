@@ -1,12 +1,13 @@
 """Python programs in processes of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -48,6 +49,30 @@ def run(
   """Runs `python ARGS` to its end."""
   with started(*args, **env) as process:
     return end(process, typed, timeout)
+
+
+def wait_until(
+  condition: Callable[[], Any], secs: float = TIMEOUT_SECS
+) -> None:
+  """Waits until a condition holds; fails if that takes too long."""
+  deadline = time.monotonic() + secs
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.005)
+
+
+def is_gone(pid: int) -> bool:
+  """Returns whether a process has ended, waited for by its parent or not."""
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except (FileNotFoundError, ProcessLookupError):
+    return True
+  return stat.rpartition(')')[2].split()[0] == 'Z'
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+  pids = list(pids)
+  wait_until(lambda: all(map(is_gone, pids)))
 
 
 def free_address() -> str:

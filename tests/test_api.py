@@ -19,13 +19,9 @@ from tests.experiments import regression
 
 
 def make_config(folder):
-  config = regression.get_config(6)
+  config = regression.get_run_config(6, save=3, evaluation=3)
   config.checkpoint_dir = str(folder / 'run')
   config.log_train_data_interval = 2
-  config.save_checkpoint_interval = 3
-  config.eval_interval = 3
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
   config.experiment_class = 'tests.experiments.regression:Regression'
   return config
 
@@ -69,14 +65,6 @@ def test_fit_is_the_run_of_the_command_line(fitted, tmp_path):
     np.testing.assert_allclose(array, expected[name], rtol=1e-5)
 
 
-def test_fit_goes_on_and_takes_overrides(config):
-  jaxline.fit(None, config)
-  again = jaxline.fit(None, config, {'training_steps': 8})
-  assert int(again.experiment.state.step) == 8
-  assert again.history['eval/loss'][:, 0].tolist() == [3, 6, 8]
-  assert config.training_steps == 6
-
-
 def test_the_way_to_go_on_after_the_last_step(config, capsys):
   class Scheduled(regression.Regression):
     def __init__(self, mode, init_rng, *, run_config, steps, lock):
@@ -94,6 +82,7 @@ def test_the_way_to_go_on_after_the_last_step(config, capsys):
   (way,) = re.findall(r'Continue: +jaxline.fit\(..., overrides=(.*)\)', printed)
   again = jaxline.fit(Scheduled, config, ast.literal_eval(way))
   assert (again.experiment.steps, int(again.experiment.state.step)) == (8, 8)
+  assert again.history['eval/loss'][:, 0].tolist() == [3, 4, 6, 8]
   assert config.training_steps == 6
 
 

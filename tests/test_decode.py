@@ -17,36 +17,29 @@ from configs import lm
 from examples.lm import experiment as lm_experiment
 import jaxline
 from jaxline import base_config
-from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.parallel import prng
 from tests import processes
+from tests import toys
 
 BEST = 2
 
 
-class Mute(experiment.FullExperiment):
-  """Counts its steps; the second is its best."""
+class Mute(toys.Plain):
+  """The second of its steps is its best."""
 
-  NON_BROADCAST_CHECKPOINT_ATTRS = {'weight': 'weight'}
-
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-    self.mode = mode
-    self.weight = np.zeros([1], np.int32)
-
-  def step(self, **unused):
-    self.weight = self.weight + 1
-    return {}
+  @property
+  def count(self):
+    return int(self._w[0])
 
   def evaluate(self, **unused):
-    return {'loss': abs(int(self.weight[0]) - BEST)}
+    return {'loss': abs(self.count - BEST)}
 
 
 class Echo(Mute):
-  """Repeats a prompt, with its weight."""
+  """Repeats a prompt, with the number of its steps."""
 
   calls = []
   missing = 0
@@ -56,7 +49,7 @@ class Echo(Mute):
     self.calls.append((list(prompts), np.asarray(rng).tolist()))
     return [
       [
-        {'text': f'{prompt} {self.weight[0]}', 'score': -1 / 3},
+        {'text': f'{prompt} {self.count}', 'score': -1 / 3},
         {'text': f'ü {prompt}', 'score': -1.0},
       ]
       for prompt in prompts[self.missing :]
@@ -66,11 +59,9 @@ class Echo(Mute):
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
   """The directory of a run of three steps, each with a checkpoint."""
-  config = base_config.get_base_config()
-  config.update(
+  config = toys.make_config(
+    3,
     checkpoint_dir=str(tmp_path_factory.mktemp('run')),
-    training_steps=3,
-    interval_type='steps',
     save_checkpoint_interval=1,
     eval_interval=1,
     best_model_eval_metric='loss',

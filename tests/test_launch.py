@@ -1,11 +1,9 @@
 """Tests of jaxline.launch: real processes, real signals."""
 
 import contextlib
-import pathlib
 import signal
 import socket
 import sys
-import time
 
 import pytest
 
@@ -51,24 +49,6 @@ def py(program):
 def of(lines, process):
   prefix = f'[{process}] '
   return [x.removeprefix(prefix) for x in lines if x.startswith(prefix)]
-
-
-def is_gone(pid):
-  """Whether a process has ended, waited for by its parent or not."""
-  try:
-    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
-  except (FileNotFoundError, ProcessLookupError):
-    return True
-  return stat.rpartition(')')[2].split()[0] == 'Z'
-
-
-def are_gone(pids):
-  deadline = time.monotonic() + TIMEOUT_SECS
-  while not all(map(is_gone, pids)):
-    if time.monotonic() > deadline:
-      return False
-    time.sleep(0.02)
-  return True
 
 
 # --- JAX ---------------------------------------------------------------------
@@ -221,7 +201,7 @@ def test_all_that_was_started_is_killed(tmp_path):
   assert run('--grace-secs', 0.2, *sh(program))[0] == 7
   pids = [int(path.read_text()) for path in tmp_path.iterdir()]
   assert len(pids) == 4
-  assert are_gone(pids)
+  processes.wait_until_gone(pids)
 
 
 # --- Signals -----------------------------------------------------------------
@@ -267,5 +247,5 @@ def test_the_processes_of_a_killed_launcher_save_and_end(tmp_path):
         break
     process.kill()
     pids = [int((tmp_path / str(i)).read_text()) for i in range(2)]
-    assert are_gone(pids)
+    processes.wait_until_gone(pids)
   assert remains.newest(tmp_path / 'run')

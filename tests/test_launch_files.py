@@ -11,7 +11,6 @@ import signal
 import string
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -282,15 +281,15 @@ def test_tpu_vm_runs_and_stops(worker):
   )
   assert result.returncode == 0, result.stderr
   try:
-    until(lambda: log.exists() and 'waiting' in log.read_text())
+    processes.wait_until(lambda: log.exists() and 'waiting' in log.read_text())
     assert tpu_vm('stop', env=env).returncode == 0
     line = 'experiment.py --jaxline_ensure_tpu --config=x.py'
     line += ' --config.checkpoint_dir=/runs/a b'
     # Started anew after 75 and 134, and not once it was told to stop.
-    until(lambda: not alive(int(pid.read_text())))
+    processes.wait_until(lambda: processes.is_gone(int(pid.read_text())))
     assert log.read_text().splitlines() == [line] * 3 + ['waiting']
   finally:
-    if alive(int(pid.read_text())):
+    if not processes.is_gone(int(pid.read_text())):
       os.kill(int(pid.read_text()), signal.SIGTERM)
 
 
@@ -300,25 +299,10 @@ def test_tpu_vm_gives_up_what_never_lasts(worker):
   result = tpu_vm('run', '--config.checkpoint_dir=/runs/a', env=env)
   assert result.returncode == 0, result.stderr
   log = folder / 'run.log'
-  until(lambda: log.exists() and 'tpu_vm.sh' in log.read_text())
+  processes.wait_until(lambda: log.exists() and 'tpu_vm.sh' in log.read_text())
   *starts, last = log.read_text().splitlines()
   assert len(starts) == 5
   assert 'ended with 70' in last
-
-
-def until(condition):
-  deadline = time.monotonic() + TIMEOUT_SECS
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-
-
-def alive(pid):
-  try:
-    os.kill(pid, 0)
-  except ProcessLookupError:
-    return False
-  return True
 
 
 # --- The recipes -------------------------------------------------------------

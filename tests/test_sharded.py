@@ -3,9 +3,7 @@
 import copy
 import functools
 import gc
-import json
 import threading
-import time
 import types
 
 import jax
@@ -16,7 +14,6 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import experiment as experiment_lib
 from jaxline import metrics
 from jaxline import platform
 from jaxline import sharded
@@ -27,6 +24,9 @@ from jaxline.checkpoint import inspection
 from jaxline.compat import experiments
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
+from tests import processes
+from tests import remains
+from tests import toys
 from tests.experiments import regression
 
 KEY = jax.random.PRNGKey(0)
@@ -178,6 +178,22 @@ def test_raw_typed_and_restored_keys_are_the_same(impl):
 
 
 # Steps: numbers, keys, batches.
+
+
+class Draws(Regression):
+  """Returns a draw of each step's key."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    loss, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    return loss, {**values, 'draw': jax.random.uniform(rng)}, new
+
+
+def test_the_key_of_a_step_is_that_of_the_run_and_its_number():
+  rows = regression.train_steps(make(Draws), 3, seed=1)
+  keys = [jax.random.fold_in(jax.random.PRNGKey(1), i) for i in range(3)]
+  assert [row['draw'] for row in rows] == [*map(jax.random.uniform, keys)]
 
 
 class Fixed(Regression):
@@ -385,10 +401,7 @@ def test_restore_is_exact_with_batches_in_flight(sharding):
   rng = experiment.initialize_train_step_rng(jax.random.PRNGKey(1))
   for step in range(3):
     experiment.step(global_step=step, rng=rng, writer=None)
-  deadline = time.monotonic() + 20
-  while int(experiment.data.state['next']) <= 5:
-    assert time.monotonic() < deadline
-    time.sleep(0.001)
+  processes.wait_until(lambda: int(experiment.data.state['next']) > 5)
   snapshot = save(experiment)
   # Not the position of the thread that reads ahead.
   assert int(snapshot['input']['state']['next']) == 4
@@ -515,8 +528,7 @@ def test_initial_weights_are_those_of_the_run_in_every_mode(mode, tmp_path):
   platform.start(functools.partial(Regression), config, mode)
   init_key = jax.random.split(jax.random.PRNGKey(config.random_seed))[1]
   expected = regression.expected_evaluation(make(key=init_key).state, [37])
-  lines = (tmp_path / 'eval' / 'metrics.jsonl').read_text().splitlines()
-  (record,) = (x for x in map(json.loads, lines) if 'loss' in x)
+  (record,) = remains.curve(tmp_path, 'eval')
   assert record['step'] == 0
   np.testing.assert_allclose(record['loss'], expected, rtol=1e-5)
   assert inspection.find(tmp_path / 'checkpoints' / 'best').step == 0
@@ -548,18 +560,6 @@ class Deaf(Regression):
     super().__init__(mode, init_rng, **kwargs)
 
 
-class PerDevice(experiment_lib.AbstractExperiment):
-  """It has no sharded step."""
-
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-
-  def step(self, **unused):
-    return {}
-
-  evaluate = step
-
-
 def test_keys_that_do_not_reach_the_experiment_are_refused():
   rng = jax.random.key(0)
   for key, value in {
@@ -572,12 +572,12 @@ def test_keys_that_do_not_reach_the_experiment_are_refused():
   }.items():
     config = regression.get_config(1)
     config[key] = value
-    for cls in (PerDevice, Deaf):
+    for cls in (toys.Plain, Deaf):
       said = rf'config\.{key} is .*{cls.__name__}'
       with pytest.raises(errors.UsageError, match=said):
         experiments.construct(cls, 'train', rng, config)
     experiments.construct(Regression, 'train', rng, config)
-  for cls in (PerDevice, Deaf):
+  for cls in (toys.Plain, Deaf):
     experiments.construct(cls, 'train', rng, regression.get_config(1))
 
 

@@ -22,6 +22,7 @@ from jaxline.checkpoint import protocol
 from jaxline.metrics import writers
 from jaxline.parallel import devices
 from jaxline.supervision import nonfinite
+from tests import processes
 from tests import toys
 
 Log, Plain, Recorder = toys.Log, toys.Plain, toys.Recorder
@@ -234,10 +235,7 @@ def test_a_run_that_has_ended_keeps_no_experiment(fails):
     states.clear()
     assert made
     # A thread may still leave the call that it has answered.
-    deadline = time.monotonic() + 10
-    while any(ref() for ref in made) and time.monotonic() < deadline:
-      time.sleep(0.01)
-    assert [ref() for ref in made] == [None] * len(made)
+    processes.wait_until(lambda: not any(ref() for ref in made))
   finally:
     gc.enable()
 

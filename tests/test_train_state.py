@@ -20,14 +20,6 @@ from tests.experiments import regression
 DECAY = 0.8
 
 
-class Input(regression.Input):
-  """Gives a NaN in the third batch."""
-
-  def __next__(self):
-    factor = np.float32('nan' if self.state['next'] == 2 else 1)
-    return {name: factor * x for name, x in super().__next__().items()}
-
-
 class Averaged(regression.Regression):
   def init_fn(self, rng):
     params, model_state = super().init_fn(rng)
@@ -43,7 +35,7 @@ class Averaged(regression.Regression):
 
 class Skipping(Averaged):
   def train_input(self):
-    return Input(self.batch_size)
+    return regression.Scaled(self.batch_size, {2: float('nan')})
 
 
 @pytest.mark.parametrize(('cls', 'parts'), [(Averaged, 1), (Skipping, 2)])
@@ -100,11 +92,8 @@ def test_the_first_and_late_steps_near_one_and_narrow_weights():
 
 
 def test_evaluation_best_load_and_export_use_the_average(tmp_path):
-  config = regression.get_config(6)
+  config = regression.get_run_config(6, save=-1, evaluation=2)
   config.checkpoint_dir = str(tmp_path / 'run')
-  config.eval_interval = 2
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
   jaxline.fit(Averaged, config, {'training_steps': 3})
   fitted = jaxline.fit(Averaged, config)
   state, run = fitted.experiment.state, fitted.directory

@@ -13,6 +13,7 @@ from jaxline import metrics
 from jaxline import sharded
 from jaxline.inputs import base as inputs
 from jaxline.parallel import partitioning
+from tests.experiments import regression
 
 KEY = jax.random.PRNGKey(0)
 ROWS, LENGTH, FEATURES = 8, 3, 4
@@ -78,28 +79,15 @@ class Linear(sharded.ShardedExperiment):
     return {**scalars, 'grads': grads, 'before': state.step}
 
 
-def run_config(steps, sharding='fsdp', **values):
+def make(parts, *args, cls=Linear, sharding='fsdp', **kwargs):
   config = base_config.get_base_config()
-  config.gradient_accumulation_steps = steps
-  config.sharding = sharding
-  config.update(values)
-  return config
-
-
-def make(steps, *args, cls=Linear, sharding='fsdp', **kwargs):
-  config = run_config(steps, sharding)
+  config.update(gradient_accumulation_steps=parts, sharding=sharding)
   return cls(*args, run_config=config, **kwargs)
 
 
 def train(experiment, steps=1):
-  """Returns the scalars of each step, on the host."""
-  key = experiment.initialize_train_step_rng(KEY)
-  rows = [
-    jax.device_get(experiment.step(global_step=i, rng=key, writer=None))
-    for i in range(steps)
-  ]
-  experiment.train_feed.close()
-  return rows
+  """Returns the scalars of each step, on the host; the run's key is KEY."""
+  return regression.train_steps(experiment, steps, seed=0)
 
 
 def expected(w, data):
@@ -118,23 +106,26 @@ def tokens(seed=1):
   return rng.uniform(0, 2, [ROWS, LENGTH]).astype(np.float32)
 
 
-WEIGHTS = [
-  np.ones(ROWS, np.float32),
-  np.arange(ROWS, dtype=np.float32),
-  # Of 2 or 4 parts, the first has the rows 0, 2, ... or 0, 4.
-  np.float32([0, 1, 0, 3, 0, 1, 0, 2]),
-  np.float32([0, 0, 0, 0, 0, 0, 5, 0]),
-  tokens(),
-  np.arange(ROWS, dtype=np.int32),
-  # The first of two parts weighs -2.
-  np.float32([-1, 1, -1, 3, 0, 1, 0, 2]),
-]
+# Of each kind, one program takes all.
+WEIGHTS = {
+  'rows': [
+    np.ones(ROWS, np.float32),
+    np.arange(ROWS, dtype=np.float32),
+    # Of 2 or 4 parts, the first has the rows 0, 2, ... or 0, 4.
+    np.float32([0, 1, 0, 3, 0, 1, 0, 2]),
+    np.float32([0, 0, 0, 0, 0, 0, 5, 0]),
+    # The first of two parts weighs -2.
+    np.float32([-1, 1, -1, 3, 0, 1, 0, 2]),
+  ],
+  'tokens': [tokens(), tokens(2)],
+  'integers': [np.arange(ROWS, dtype=np.int32)] * 2,
+}
 
 
-@pytest.mark.parametrize('weights', WEIGHTS)
+@pytest.mark.parametrize('kind', WEIGHTS)
 @pytest.mark.parametrize('parts', [1, 4])
-def test_parts_are_the_whole(parts, weights):
-  batches = [batch(weights, 0), batch(weights, 1)]
+def test_parts_are_the_whole(parts, kind):
+  batches = [batch(weights, i) for i, weights in enumerate(WEIGHTS[kind])]
   experiment = make(parts, batches)
   key = experiment.initialize_train_step_rng(KEY)
   for step, data in enumerate(batches):
@@ -149,7 +140,7 @@ def test_parts_are_the_whole(parts, weights):
     )
     # It was cut: the mean of the numbers of the parts' first rows. A part of
     # weight 0 has no metrics.
-    weighing = [i for i in range(parts) if weights[i::parts].sum()]
+    weighing = [i for i in range(parts) if data.weights[i::parts].sum()]
     np.testing.assert_allclose(scalars['first'], np.mean(weighing), rtol=1e-6)
     assert int(experiment.state.model_state['calls']) == (step + 1) * parts
     if step == 0:  # The first of momentum: the update is by the gradient.
@@ -307,7 +298,6 @@ def test_what_does_not_divide_is_refused(parts, fits):
   experiment = make(parts)
   with pytest.raises(ValueError, match='gradient_accumulation_steps') as error:
     train(experiment)
-  experiment.train_feed.close()
   assert f'multiple of {fits},' in str(error.value)
 
 

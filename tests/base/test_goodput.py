@@ -104,12 +104,8 @@ def test_other_threads_and_inner_runs_measure_nothing(clock):
 
 def config_of(directory, **kwargs):
   config = regression.get_config(6)
-  config.update(
-    checkpoint_dir=str(directory),
-    save_checkpoint_interval=3,
-    interval_type='steps',
-    **kwargs,
-  )
+  values = {'checkpoint_dir': str(directory), 'save_checkpoint_interval': 3}
+  config.update(values | kwargs)
   return config
 
 

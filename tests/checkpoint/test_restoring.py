@@ -144,7 +144,7 @@ def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
 
 
 @pytest.mark.parametrize('mode', ['train', 'eval'])
-def test_another_config_may_be_permitted(mode, open_run, caplog):
+def test_another_config_may_be_permitted(mode, open_run):
   first = open_run(**_kwargs(layers=2))
   lib.save(first, lib.weights(1))
   first.close()

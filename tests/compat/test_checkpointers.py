@@ -18,18 +18,12 @@ from jaxline.compat import experiments
 from tests import checkpoints as lib
 
 
-@pytest.fixture
-def newest(monkeypatch):
+def newest(series='latest'):
   """Returns what such programs look at."""
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  return lambda series='latest': utils.GLOBAL_CHECKPOINT_DICT[series].history[
-    -1
-  ]
+  return utils.GLOBAL_CHECKPOINT_DICT[series].history[-1]
 
 
-def test_the_newest_save_is_read_when_it_is_looked_at(
-  newest, open_run, tmp_path, monkeypatch
-):
+def test_the_newest_save_is_read_when_it_is_looked_at(open_run, monkeypatch):
   reads = []
   read = contents.Checkpoint.read
 
@@ -64,7 +58,7 @@ def test_the_newest_save_is_read_when_it_is_looked_at(
   assert len(utils.GLOBAL_CHECKPOINT_DICT['latest'].history) == 1
 
 
-def test_a_save_is_there_once_it_is_written(newest, open_run):
+def test_a_save_is_there_once_it_is_written(open_run):
   checkpointer, gate = open_run(mirrors=True), threading.Event()
   lib.save(checkpointer, lib.weights(1), 1)
   checkpointer.directory.thread.submit(gate.wait, 10)
@@ -80,7 +74,7 @@ def test_a_save_is_there_once_it_is_written(newest, open_run):
   assert newest().id == 2
 
 
-def test_the_newest_save_of_the_sharded_style(newest, open_run, copied):
+def test_the_newest_save_of_the_sharded_style(open_run, copied):
   checkpointer = open_run(mirrors=True)
   live = lib.Sharded()
   lib.restore(checkpointer, live, key=jax.random.key(0))
@@ -97,7 +91,7 @@ def test_the_newest_save_of_the_sharded_style(newest, open_run, copied):
   lib.assert_same(module.to_dict()['input'], want[1])
 
 
-def test_the_best_is_looked_at_too(newest, open_run):
+def test_the_best_is_looked_at_too(open_run):
   training = open_run(mirrors=True)
   lib.save(training, lib.weights(3), 3)
   evaluation = open_run('eval', mirrors=True)
@@ -113,9 +107,7 @@ def test_the_best_is_looked_at_too(newest, open_run):
 @pytest.mark.parametrize(
   'clone', [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
-def test_a_copy_of_a_save_is_a_plain_snapshot(
-  clone, newest, open_run, tmp_path
-):
+def test_a_copy_of_a_save_is_a_plain_snapshot(clone, open_run, tmp_path):
   checkpointer = open_run(mirrors=True)
   lib.save(checkpointer, lib.weights(3), 3)
   checkpointer.close()
@@ -174,10 +166,7 @@ class Declaring(Bare, experiment.FullExperiment):
 
 @pytest.mark.parametrize('kind', ['durable', 'memory'])
 @pytest.mark.parametrize(('cls', 'num_best'), [(Bare, 2), (Declaring, 1)])
-def test_what_is_saved_needs_no_base_class(
-  cls, num_best, open_run, kind, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
+def test_what_is_saved_needs_no_base_class(cls, num_best, kind, open_run):
   more = {'train_checkpoint_all_hosts': True, 'max_checkpoints_to_keep': 2}
   if kind == 'memory':
     checkpointer = utils.InMemoryCheckpointer(lib.make_config('', **more), '')

@@ -13,12 +13,12 @@ import pytest
 
 from jaxline import base_config
 from jaxline import errors
-from jaxline import experiment
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.compile import ahead
 from jaxline.parallel import partitioning
 from jaxline.supervision import compilation_cache
+from tests import toys
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -70,19 +70,6 @@ class TwoLayers(sharded.ShardedExperiment):
     if not self.evaluates:
       raise NotImplementedError
     return [{'x': np.ones([ROWS, self.width], np.float32)}]
-
-
-class NotSharded(experiment.AbstractExperiment):
-  """Has no sharded step."""
-
-  def __init__(self, mode, init_rng):
-    super().__init__(mode=mode, init_rng=init_rng)
-
-  def step(self, *, global_step, rng, writer):
-    raise AssertionError
-
-  def evaluate(self, *, global_step, rng, writer):
-    raise AssertionError
 
 
 def make_config(**changes):
@@ -162,10 +149,10 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
 
 def test_an_experiment_without_a_sharded_step_is_refused():
   config = make_config(sharding=base_config.get_base_config().sharding)
-  with pytest.raises(errors.UsageError, match='NotSharded'):
-    ahead.make_report(NotSharded, config)
+  with pytest.raises(errors.UsageError, match='Plain'):
+    ahead.make_report(toys.Plain, config)
   with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
-    ahead.make_report(NotSharded, make_config())
+    ahead.make_report(toys.Plain, make_config())
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):

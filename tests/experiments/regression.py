@@ -53,6 +53,23 @@ class Input:
     self.state['next'][...] = state['next']
 
 
+class Scaled(Input):
+  """The targets of some batches are multiplied by a factor.
+
+  Attributes:
+    factors: number of the batch, from 0 -> factor.
+  """
+
+  def __init__(self, batch_size, factors):
+    super().__init__(batch_size)
+    self.factors = factors
+
+  def __next__(self):
+    number = int(self.state['next'])
+    batch = super().__next__()
+    return {**batch, 'y': batch['y'] * np.float32(self.factors.get(number, 1))}
+
+
 class Regression(sharded.ShardedExperiment):
   """Linear regression on inputs minus a running mean, with noise as dropout."""
 
@@ -180,7 +197,7 @@ def get_run_config(steps, save, evaluation):
   return config
 
 
-def train_steps(experiment, steps, seed=1, **changes):
+def train_steps(experiment, steps, seed=1, actions=(), **changes):
   """Runs the experiment's own loop; returns the scalars of each step."""
   rows = []
   state = types.SimpleNamespace(global_step=int(experiment.state.step))
@@ -193,7 +210,7 @@ def train_steps(experiment, steps, seed=1, **changes):
   experiment.train_loop(
     config,
     state,
-    [lambda t, step, scalars: rows.append(jax.device_get(scalars))],
+    [*actions, lambda t, step, scalars: rows.append(jax.device_get(scalars))],
   )
   return rows
 

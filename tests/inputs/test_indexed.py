@@ -5,7 +5,6 @@ import os
 import pathlib
 import pickle
 import signal
-import time
 
 import cloudpickle
 import numpy as np
@@ -216,45 +215,28 @@ def workers_of(process):
   return [int(pid) for pid in pids]
 
 
-def is_running(pid):
-  try:
-    return ') Z' not in pathlib.Path(f'/proc/{pid}/stat').read_text()
-  except FileNotFoundError:
-    return False
-
-
-def wait_until_gone(pids):
-  deadline = time.monotonic() + 60
-  while any(map(is_running, pids)):
-    assert time.monotonic() < deadline, 'workers outlive their parent'
-    time.sleep(0.05)
-
-
 @pytest.mark.process
 def test_workers_do_not_outlive_a_killed_parent():
   with processes.started(PROGRAM, 'run') as process:
     assert process.stdout.readline() == 'starting\n'
     pids = workers_of(process)
-    assert all(map(is_running, pids))
+    assert not any(map(processes.is_gone, pids))
     process.kill()
-    wait_until_gone(pids)
+    processes.wait_until_gone(pids)
 
 
 @pytest.mark.process
 def test_workers_serve_a_parent_that_finishes_after_signals_to_all():
   with processes.started(PROGRAM, 'finish') as process:
     assert process.stdout.readline() == 'starting\n'
-    deadline = time.monotonic() + 60
-    while not children_of(process.pid):
-      assert time.monotonic() < deadline
-      time.sleep(0.01)
+    processes.wait_until(lambda: children_of(process.pid))
     os.killpg(process.pid, signal.SIGHUP)  # They import, and know nothing yet.
     pids = workers_of(process)
     os.killpg(process.pid, signal.SIGINT)
     os.killpg(process.pid, signal.SIGTERM)
     done = processes.end(process)
     assert (done.returncode, done.stdout) == (0, 'finished\n'), done.stderr
-    wait_until_gone(pids)
+    processes.wait_until_gone(pids)
 
 
 def children_of(pid):

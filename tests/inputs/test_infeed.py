@@ -10,6 +10,7 @@ import pytest
 
 from jaxline.base import goodput
 from jaxline.inputs import infeed
+from tests import processes
 from tests import sources
 
 
@@ -27,9 +28,7 @@ def test_batches_read_ahead_are_bounded_by_number_and_bytes():
     feeds.append(infeed.Infeed(source, place, buffer_size=3))
     next(feeds[-1])
   number = lambda: {k: x.number for k, x in sources_by_bytes.items()}
-  deadline = time.monotonic() + 30
-  while number() != expected and time.monotonic() < deadline:
-    time.sleep(0.01)
+  processes.wait_until(lambda: number() == expected)
   time.sleep(0.1)  # No more are read.
   assert number() == expected
   for feed in feeds:

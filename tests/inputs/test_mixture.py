@@ -6,26 +6,20 @@ import random
 import numpy as np
 import pytest
 
-from jaxline.inputs import indexed
 from jaxline.inputs import mixture as mixture_lib
 from tests import sources as sources_lib
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(indexed.IndexedInput):
+class Numbers(sources_lib.Records):
   """Rows that say which source and which record of it they are."""
 
   source: int = 0
   size: int = 1000
 
-  def num_records(self):
-    return self.size
-
   def read(self, records, epochs):
-    return {
-      'x': np.stack([records, epochs], 1),
-      'source': np.full(len(records), self.source),
-    }
+    batch = super().read(records, epochs)
+    return batch | {'source': np.full(len(records), self.source)}
 
 
 def numbers(sizes, **fields):
@@ -79,7 +73,7 @@ def test_proportions_do_not_drift():
   parent.set_position(10**6 * period - 1)
   batch = next(parent)
   assert np.bincount(batch['source'], minlength=2).tolist() == [4, 1]
-  epochs = dict(zip(batch['source'].tolist(), batch['x'][:, 1], strict=True))
+  epochs = dict(zip(batch['source'].tolist(), batch['epoch'], strict=True))
   assert epochs[0] == 10**6 * 10**9 // 10
   assert epochs[1] == (10**6 - 1) // 10
 
@@ -88,8 +82,8 @@ def test_mixture_takes_the_rows_of_its_children_in_order():
   parent = mixture([3, 7], [2, 1], batch_size=6)
   rows = [next(parent) for _ in range(10)]
   of, x = (np.concatenate([r[k] for r in rows]) for k in ('source', 'x'))
-  assert x[of == 0][:, 0].tolist() == list(range(40))
-  assert x[of == 1][:, 0].tolist() == list(range(20))
+  assert x[of == 0].tolist() == list(range(40))
+  assert x[of == 1].tolist() == list(range(20))
 
 
 def test_mixture_refuses_other_proportions_and_children():
@@ -109,7 +103,7 @@ def test_children_that_differ_are_refused():
   for change, error in (
     (lambda batch: {**batch, 'y': batch['source']}, ValueError),
     (lambda batch: {**batch, 'x': batch['x'].astype(np.int32)}, TypeError),
-    (lambda batch: {**batch, 'x': batch['x'][:, :1]}, ValueError),
+    (lambda batch: {**batch, 'x': batch['x'][:, None]}, ValueError),
   ):
     child = Changed(batch_size=4)
     child.change = change
@@ -120,7 +114,8 @@ def test_children_that_differ_are_refused():
     )
     with pytest.raises(error) as caught:
       next(parent)
-    assert caught.value.__notes__[0] == 'While MixtureInput read b: record 0.'
+    said = 'While MixtureInput read b: file f0, row 0.'
+    assert caught.value.__notes__[0] == said
 
 
 def with_child(kind=Numbers, **fields):

@@ -19,11 +19,6 @@ from jaxline.inputs import tokenization
 D = text.DOCUMENT_TOKEN
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-
-
 def write(folder: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
   for name, data in files.items():
     (folder / name).parent.mkdir(parents=True, exist_ok=True)

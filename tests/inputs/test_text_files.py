@@ -18,11 +18,6 @@ from jaxline.inputs import tokenization
 WORDS = 'Grüße aus Köln, hello world.\r\n'
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path_factory.mktemp('cache')))
-
-
 def put(path, data):
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_bytes(data if isinstance(data, bytes) else data.encode())

@@ -6,6 +6,7 @@ sees.
 
 import contextlib
 import fcntl
+import functools
 import io
 import logging as std_logging
 import math
@@ -31,7 +32,6 @@ import numpy as np
 import pytest
 
 import jaxline
-from jaxline import base_config
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
@@ -39,6 +39,7 @@ from jaxline.metrics import writers
 from jaxline.run_directory import directory
 from jaxline.supervision import preemption
 from tests import processes
+from tests import toys
 from tests.experiments import regression
 
 ROOT = processes.ROOT
@@ -141,12 +142,7 @@ def terminal():
     made.close()
 
 
-def make_config(**overrides):
-  config = base_config.get_base_config()
-  config.training_steps = 6000
-  with config.unlocked(), config.ignore_type():
-    config.update(overrides)
-  return config
+make_config = functools.partial(toys.make_config, 6000)
 
 
 def experiment_of(**attributes):
@@ -210,7 +206,7 @@ def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
 
 def run_hook(console, steps, **overrides):
   """Shows scalars per step, at one step per second."""
-  config = make_config(interval_type='steps', **overrides)
+  config = make_config(**overrides)
   with writers.MetricWriter() as log:
     console.show(log, 'train')
     hook = console_lib.ConsoleHook(console, config, log, dict)
@@ -253,7 +249,7 @@ def test_the_rate_begins_after_the_first_step(capsys):
 
 def test_of_the_last_steps_no_large_array_is_kept():
   with writers.MetricWriter() as log:
-    config = make_config(interval_type='steps', log_tensors_interval=100)
+    config = make_config(log_tensors_interval=100)
     hook = console_lib.ConsoleHook(begun()[0], config, log, dict)
     large, loss = jnp.ones([3]), jnp.float32(1)
     kept = weakref.ref(large), weakref.ref(loss)

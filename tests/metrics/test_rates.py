@@ -38,10 +38,7 @@ class Model(regression.Regression):
 def trained(cls=Model, **changes):
   """Returns what a training of four steps has written."""
   config = regression.get_config(4)
-  config.update(
-    checkpointer='memory', interval_type='steps', log_train_data_interval=2
-  )
-  config.update(changes)
+  config.update(checkpointer='memory', log_train_data_interval=2, **changes)
   records = []
   write = lambda step, scalars: records.append((step, dict(scalars)))
   writer = types.SimpleNamespace(write_scalars=write)

@@ -234,20 +234,3 @@ def test_axes_that_no_rule_uses():
     ('pipeline', 'stage', []),
   ):
     assert partitioner(sharding, {axis: 2}).idle_axes() == idle
-
-
-# Explicit axes, of which docs/sharding.md says why the library has none.
-
-
-def test_explicit_axes_ask_for_shardings():
-  kinds = (jax.sharding.AxisType.Explicit,)
-  mesh = jax.make_mesh((2,), ('data',), axis_types=kinds)
-  put = lambda shape, *spec: jax.device_put(jnp.ones(shape), P(*spec))
-  with jax.set_mesh(mesh):
-    x, w = put((4, 8), 'data'), put((8, 6))
-    assert jax.typeof(x @ w).sharding.spec == P('data', None)
-    tokens = put((2,)).astype(int)
-    with pytest.raises(Exception, match='out_sharding'):
-      put((8, 4), 'data')[tokens]
-    with pytest.raises(Exception, match='out_sharding'):
-      put((4, 8), None, 'data') @ put((8, 6), 'data')

@@ -12,8 +12,6 @@ def get_config() -> config_dict.ConfigDict:
     {
       'fault': '',  # Where to fail: 'step', 'evaluate' or 'input'.
       'fault_step': 0,  # From which step on.
-      # What it does: 'raise' or 'hang'.
-      'fault_kind': 'raise',
       'step_secs': 0.0,  # How long a step takes at least, in seconds.
       'show_values': False,  # Print what the loss function sees.
     }

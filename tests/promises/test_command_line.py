@@ -32,6 +32,7 @@ from jaxline.supervision import exits
 from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from tests import processes
+from tests import remains
 from tests.experiments import regression
 from tests.programs import toy
 
@@ -107,8 +108,7 @@ def toy_here(here):
 
 def records(run_dir, mode, name='loss'):
   """Returns step -> value of one scalar."""
-  lines = (run_dir / mode / 'metrics.jsonl').read_text().splitlines()
-  found = [json.loads(line) for line in lines]
+  found = remains.curve(run_dir, mode)
   return {r['step']: r[name] for r in found if name in r}
 
 

@@ -29,6 +29,7 @@ from jaxline.inputs import __main__ as inputs_main
 from jaxline.runs import __main__ as runs_main
 from jaxline.runs import replay
 from tests import processes
+from tests import toys
 
 ROOT = processes.ROOT
 NAME = f'{__name__}:'
@@ -107,12 +108,10 @@ def _nothing_called():
 
 
 def trained(directory, cls=Counts, **values):
-  config = base_config.get_base_config()
-  config.update(
+  config = toys.make_config(
+    3,
     experiment_class=f'{NAME}{cls.__name__}',
     checkpoint_dir=str(directory),
-    training_steps=3,
-    interval_type='steps',
     writers=('jsonl',),
     compilation_cache='off',
   )

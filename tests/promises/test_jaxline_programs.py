@@ -36,9 +36,6 @@ from tests import processes
 from tests import remains
 
 # The contract: the names of parameters, their kinds and their defaults.
-
-
-# The contract: the names of parameters, their kinds and their defaults.
 CHECKPOINTER = """
   save(self, ckpt_series)
   restore(self, ckpt_series)
@@ -287,6 +284,30 @@ def test_patches_of_utils_chex_are_seen(disabled):
   assert fake_pmap_and_jit.call_count == disabled
 
 
+# The steps that the experiments below have taken.
+TAKEN: list[int] = []
+
+
+def make_config(directory, rate=1.0, training_steps=1, **values):
+  config = base_config.get_base_config()
+  config.checkpoint_dir = str(directory)
+  config.training_steps = training_steps
+  config.experiment_kwargs = config_dict.ConfigDict({'config': {'rate': rate}})
+  config.update(values)
+  return config.lock()
+
+
+def steps_of(fn, *args, **kwargs):
+  TAKEN.clear()
+  fn(*args, **kwargs)
+  return list(TAKEN)
+
+
+def main(cls, config, mode='train'):
+  with flagsaver.flagsaver(config=config, jaxline_mode=mode):
+    platform.main(cls, [])
+
+
 # Programs that save and restore on their own, as published ones do.
 
 
@@ -294,7 +315,6 @@ class Client(experiment.AbstractExperiment):
   """Adds one to each weight at each step; the classic style."""
 
   CHECKPOINT_ATTRS = {'_params': 'params', '_opt_state': 'opt_state'}
-  steps: list[int] = []
   evaluated: list[tuple[int, float]] = []
   during_step = staticmethod(lambda step: None)
 
@@ -312,7 +332,7 @@ class Client(experiment.AbstractExperiment):
 
   def step(self, global_step, rng, *unused_args, **unused_kwargs):
     step = int(utils.get_first(global_step))
-    Client.steps.append(step)
+    TAKEN.append(step)
     Client.during_step(step)
     self._params = self._update(self._params)
     return {'loss': jnp.ones([])}
@@ -372,17 +392,10 @@ def client(tmp_path, monkeypatch):
   monkeypatch.setattr(Client, 'during_step', staticmethod(lambda step: None))
 
   def run(mode='train', directory='run', cls=Client, **values):
-    monkeypatch.setattr(Client, 'steps', [])
-    config = base_config.get_base_config()
-    config.checkpoint_dir = str(tmp_path / directory)
-    config.interval_type = 'steps'
-    config.training_steps = 3
-    config.save_checkpoint_interval = 2
-    config.experiment_kwargs.config = config_dict.ConfigDict({'width': 3})
-    config.update(values)
-    with flagsaver.flagsaver(config=config, jaxline_mode=mode):
-      platform.main(cls, [])
-    return Client.steps
+    given = {'interval_type': 'steps', 'save_checkpoint_interval': 2}
+    given |= {'training_steps': 3} | values
+    config = make_config(tmp_path / directory, **given)
+    return steps_of(main, cls, config, mode)
 
   return run
 
@@ -476,8 +489,8 @@ class FillsItsConfig(Client):
 
   def __init__(self, mode, config, init_rng):
     with config.unlocked():
-      config.depth = config.width + 1
-      config.width = 17
+      config.depth = config.rate + 1
+      config.rate = 17.0
     super().__init__(mode, config, init_rng)
 
 
@@ -488,13 +501,10 @@ def test_an_experiment_may_fill_in_its_own_config(
     ran = client(mode, cls=FillsItsConfig, training_steps=steps)
     assert ran[-1] == steps - 1
   record = json.loads((tmp_path / 'run' / 'config.json').read_text())
-  assert record['experiment_kwargs']['config'] == {'width': 3}
+  assert record['experiment_kwargs']['config'] == {'rate': 1.0}
   new_process()
-  with pytest.raises(SystemExit, match='width: 3 then, 5 now'):
-    client(
-      cls=FillsItsConfig, training_steps=5,
-      experiment_kwargs={'config': {'width': 5}},
-    )  # fmt: skip
+  with pytest.raises(SystemExit, match=r'rate: 1\.0 then, 5\.0 now'):
+    client(cls=FillsItsConfig, training_steps=5, rate=5.0)
 
 
 class LessInEvaluation(Client):
@@ -541,7 +551,6 @@ class Teacher(experiment.AbstractExperiment):
   """Adds `rate` to its weights at each step."""
 
   CHECKPOINT_ATTRS = {'_params': 'params'}
-  steps: list[int] = []
 
   def __init__(self, mode, init_rng, config):
     super().__init__(mode=mode, init_rng=init_rng)
@@ -549,7 +558,7 @@ class Teacher(experiment.AbstractExperiment):
     self._params = utils.bcast_local_devices(jnp.zeros([2]))
 
   def step(self, global_step, rng, *unused_args, **unused_kwargs):
-    Teacher.steps.append(int(utils.get_first(global_step)))
+    TAKEN.append(int(utils.get_first(global_step)))
     self._params = jax.tree.map(lambda x: x + self._rate, self._params)
     return {'loss': jnp.ones([])}
 
@@ -559,26 +568,6 @@ class Teacher(experiment.AbstractExperiment):
 
 class Student(Teacher):
   """Another experiment, whose state has the same shapes."""
-
-
-def make_config(directory, rate=1.0, training_steps=1, **values):
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(directory)
-  config.training_steps = training_steps
-  config.experiment_kwargs = config_dict.ConfigDict({'config': {'rate': rate}})
-  config.update(values)
-  return config.lock()
-
-
-def steps_of(fn, *args, **kwargs):
-  Teacher.steps.clear()
-  fn(*args, **kwargs)
-  return list(Teacher.steps)
-
-
-def main(cls, config, mode='train'):
-  with flagsaver.flagsaver(config=config, jaxline_mode=mode):
-    platform.main(cls, [])
 
 
 REBOUND = {
@@ -610,7 +599,7 @@ def test_rebound_names_are_called(tmp_path):
       counts.append({name: x.call_count for name, x in called.items()})
   assert [x for x, n in counts[0].items() if n == 0] == []
   assert [x for x, n in counts[-1].items() if n == counts[0][x]] == []
-  assert Teacher.steps[-2:] == [0, 1]
+  assert TAKEN[-2:] == [0, 1]
   main(Teacher, once, 'eval')
   assert {name: x.call_count for name, x in called.items()} == counts[-1]
 

@@ -200,7 +200,7 @@ def test_a_signal_to_one_evaluator_ends_both(undisturbed, folder):
 
 
 @pytest.mark.process
-def test_another_number_of_processes(undisturbed, folder):
+def test_another_number_of_processes(undisturbed):
   _, directory = undisturbed
   (result,) = several.run(
     directory, processes=1, devices=2, steps=12, codes=None

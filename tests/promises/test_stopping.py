@@ -30,49 +30,37 @@ from tests.experiments import regression
 NEVER_BETTER = '--config.early_stop.min_delta=1e9'
 
 
-@pytest.mark.parametrize(
-  ('values', 'higher', 'patience', 'min_delta', 'stops'),
-  [
-    ({1: 5, 2: 4, 3: 5}, False, 1, 0.0, True),
-    ({1: 5, 2: 4, 3: 4}, False, 2, 0.0, False),
-    ({1: 5, 2: 4, 3: 4, 4: 4}, False, 2, 0.0, True),
-    ({1: 5, 2: 4.5, 3: 3.5, 4: 3}, False, 2, 1.0, False),  # 3.5 is a gain.
-    ({1: 5, 2: 4.5, 3: 4}, False, 2, 1.0, True),
-    ({1: 1, 2: math.nan, 3: math.nan}, True, 2, 0.0, True),
-    ({1: math.nan, 2: 1}, True, 2, 0.0, False),
-    ({1: 1, 2: 1, 3: 1}, True, None, 0.0, False),
-  ],
-)
-def test_when_there_is_no_gain(values, higher, patience, min_delta, stops):
-  config = base_config.get_base_config()
-  config.best_model_eval_metric_higher_is_better = higher
-  config.early_stop = {'patience': patience, 'min_delta': min_delta}
-  raised = pytest.raises(experiment.StopTraining, match='step ')
-  with raised if stops else contextlib.nullcontext():
-    own = [notes.EvaluationNote(step, '', x) for step, x in values.items()]
-    other = notes.EvaluationNote(0, 'of another', -9.0)
-    notes.check_early_stopping(config, [other, *own])
+TARGET = {'target': 2.69}
 
 
+# Values of the steps 1, 2, ...; what the reason names, or None.
 @pytest.mark.parametrize(
-  ('values', 'higher', 'stops'),
+  ('early_stop', 'higher', 'values', 'named'),
   [
-    ({1: 5, 2: 2.7}, False, False),
-    ({1: 5, 2: 2.69}, False, True),
-    ({1: 5, 2: 2.69, 3: 7}, False, True),  # As a run that is resumed sees it.
-    ({1: 2.6}, True, False),
-    ({1: 2.7}, True, True),
-    ({1: math.nan}, False, False),
+    ({'patience': 1}, False, [5, 4, 5], 'patience'),
+    ({'patience': 2}, False, [5, 4, 4], None),
+    ({'patience': 2}, False, [5, 4, 4, 4], 'patience'),
+    ({'patience': 2, 'min_delta': 1.0}, False, [5, 4.5, 3.5, 3], None),
+    ({'patience': 2, 'min_delta': 1.0}, False, [5, 4.5, 4], 'patience'),
+    ({'patience': 2}, True, [1, math.nan, math.nan], 'patience'),
+    ({'patience': 2}, True, [math.nan, 1], None),
+    ({'patience': None}, True, [1, 1, 1], None),
+    (TARGET, False, [5, 2.7], None),
+    (TARGET, False, [5, 2.69], 'target'),
+    (TARGET, False, [5, 2.69, 7], 'target'),  # As a resumed run sees it.
+    (TARGET, True, [2.6], None),
+    (TARGET, True, [2.7], 'target'),
+    (TARGET, False, [math.nan], None),
   ],
 )
-def test_when_a_target_is_reached(values, higher, stops):
+def test_when_a_run_stops_early(early_stop, higher, values, named):
   config = base_config.get_base_config()
   config.best_model_eval_metric_higher_is_better = higher
-  config.early_stop = {'target': 2.69}
-  raised = pytest.raises(experiment.StopTraining, match='the target')
-  with raised if stops else contextlib.nullcontext():
-    own = [notes.EvaluationNote(step, '', x) for step, x in values.items()]
-    other = notes.EvaluationNote(0, 'of another', -9.0 if not higher else 9.0)
+  config.early_stop = early_stop
+  own = [notes.EvaluationNote(i + 1, '', x) for i, x in enumerate(values)]
+  other = notes.EvaluationNote(0, 'of another', 9.0 if higher else -9.0)
+  raised = pytest.raises(experiment.StopTraining, match=f'early_stop.{named}')
+  with raised if named else contextlib.nullcontext():
     notes.check_early_stopping(config, [other, *own])
 
 
@@ -196,10 +184,7 @@ class StopsBehindNan(Stops):
   place, at = 'behind', 3
 
   def train_input(self):
-    for number, batch in enumerate(super().train_input()):
-      yield {
-        k: x * np.float32('nan' if number == 2 else 1) for k, x in batch.items()
-      }
+    return regression.Scaled(self.batch_size, {2: math.nan})
 
 
 def test_stop_training_behind_a_nan_saves_nothing(tmp_path):

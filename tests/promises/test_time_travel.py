@@ -56,9 +56,7 @@ def shared(tmp_path_factory):
 
 
 def losses(directory):
-  records = map(
-    json.loads, (directory / 'train/metrics.jsonl').read_text().splitlines()
-  )
+  records = remains.curve(directory, 'train')
   return {r['step']: r['loss'] for r in records if 'loss' in r}
 
 
@@ -130,7 +128,7 @@ def test_scalars_may_lie_on_different_devices(tmp_path, monkeypatch):
 # Replays.
 
 
-def test_a_fork_is_replayed_from_where_it_began(shared, tmp_path, capsys):
+def test_a_fork_is_replayed_from_where_it_began(tmp_path, capsys):
   source = run(tmp_path / 'source', {'training_steps': 4, 'random_seed': 7})
   fork = run(tmp_path / 'fork', {'restore_from': str(source)})
   run(source, {'random_seed': 7, 'on_config_change': 'continue'})

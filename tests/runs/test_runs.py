@@ -181,7 +181,7 @@ def test_the_best_of_many_runs_is_in_the_first_row(
     assert [row[1] for _, row in rows] == ['0', '1', '1', '0', '2']
 
 
-def test_a_curve_of_seeds_has_a_band_where_all_have_steps(rates, capsys):
+def test_a_curve_of_seeds_has_a_band_where_all_have_steps(rates):
   log = rates / '0.1_2/train/metrics.jsonl'
   log.write_text(log.read_text().splitlines()[0])
   group = runs.find([str(rates / f'0.1_{seed}') for seed in range(3)])

@@ -57,7 +57,7 @@ class Diverges(regression.Regression):
     return loss * (math.nan if bad else 1.0), scalars, state
 
 
-def test_each_value_has_a_directory_of_its_own(tmp_path, capsys):
+def test_each_value_has_a_directory_of_its_own(tmp_path):
   config = regression.get_config(1)
   config.checkpoint_dir = str(tmp_path)
   config.experiment_kwargs = {'a': ''}

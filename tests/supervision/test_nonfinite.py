@@ -4,7 +4,6 @@ import collections
 import copy
 import itertools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -147,19 +146,6 @@ def test_donated_arrays_do_no_harm():
 # The sharded step.
 
 
-class Data(regression.Input):
-  """Its targets are multiplied by the factor of their step."""
-
-  def __init__(self, factors):
-    super().__init__(16)
-    self.factors = factors
-
-  def __next__(self):
-    step = int(self.state['next'])
-    batch = super().__next__()
-    return {**batch, 'y': batch['y'] * np.float32(self.factors.get(step, 1))}
-
-
 class Faulty(regression.Regression):
   """Has bad steps where its data say so.
 
@@ -170,7 +156,7 @@ class Faulty(regression.Regression):
   factors = {}
 
   def train_input(self):
-    return Data(self.factors)
+    return regression.Scaled(self.batch_size, self.factors)
 
 
 class Steep(Faulty):
@@ -191,20 +177,12 @@ class Steep(Faulty):
     return loss + zero * scale * scale, values, new
 
 
-def train(experiment, steps, mode, most=10, seed=1):
+def train(experiment, steps, mode, most=10):
   """Runs the loop with a guard; returns the scalars of its steps."""
-  config = regression.get_config(int(experiment.state.step) + steps)
-  experiment.on_nonfinite = mode
   guard = nonfinite.Guard(experiment, mode, most)
-  rows = []
-  state = types.SimpleNamespace(
-    global_step=int(experiment.state.step),
-    train_step_rng=experiment.initialize_train_step_rng(
-      jax.random.PRNGKey(seed)
-    ),
+  rows = regression.train_steps(
+    experiment, steps, actions=[guard], on_nonfinite=mode
   )
-  record = lambda t, step, scalars: rows.append(jax.device_get(scalars))
-  experiment.train_loop(config, state, [guard, record])
   guard.wait()
   return rows
 

@@ -1,6 +1,7 @@
 """Traces of the steps that the config names."""
 
 from contextlib import nullcontext
+import functools
 import gzip
 import json
 import logging
@@ -12,42 +13,24 @@ from jax.experimental import profiler
 import jax.numpy as jnp
 import pytest
 
-from jaxline import base_config
-from jaxline import experiment
 from jaxline import platform
 from jaxline import train
 from jaxline.run_directory import logs
 from jaxline.supervision import profiling
+from tests import toys
 
 
-class Experiment(experiment.AbstractExperiment):
-  """Steps of 10 ms, with results on the device."""
+class Experiment(toys.Toy):
+  """Steps of 10 ms, with weights on the devices."""
 
-  NON_BROADCAST_CHECKPOINT_ATTRS = {'w': 'w'}
-
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-    self.w = jnp.zeros([])
-    self.update = jax.jit(lambda w: w + 1)
-
-  def step(self, *, global_step, rng, writer):
+  def step(self, **kwargs):
     time.sleep(0.01)
-    self.w = self.update(self.w)
-    return {'loss': self.w}
-
-  def evaluate(self, *, global_step, rng, writer):
-    return {}
+    return super().step(**kwargs)
 
 
-def make_config(directory, **values):
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(directory)
-  config.checkpointer = 'memory'
-  config.training_steps = 12
-  config.log_tensors_interval = config.log_train_data_interval = None
-  config.update(values)
-  base_config.validate_config(config)
-  return config
+def make_config(directory, steps=12, **values):
+  values = {'checkpointer': 'memory', 'log_tensors_interval': None} | values
+  return toys.make_config(steps, checkpoint_dir=str(directory), **values)
 
 
 def traces(directory):
@@ -104,15 +87,9 @@ def test_a_resumed_run_traces_by_the_number_of_the_step(
 
 
 def test_the_trace_of_a_run_that_fails_is_written(tmp_path):
-  class Fails(Experiment):
-    def step(self, *, global_step, rng, writer):
-      if global_step[0] == 3:
-        raise ZeroDivisionError
-      return super().step(global_step=global_step, rng=rng, writer=writer)
-
-  config = make_config(tmp_path, profile_steps='2-100', training_steps=4)
+  config = make_config(tmp_path, steps=4, profile_steps='2-100')
   with pytest.raises(ZeroDivisionError):
-    train.Run(Fails, config).train()
+    train.Run(functools.partial(Experiment, fail_at=3), config).train()
   assert traces(tmp_path / 'train') == {'2-100': {1, 2, 3}}
 
 
