@@ -366,15 +366,15 @@ def recorded_config(
 
 
 def _link(config: config_dict.ConfigDict) -> None:
-  """Restores references, of which a record has the values.
+  """Restores references, of which a record has only the values.
 
-  A key of the experiment follows the base key of the same name, and `seed`
-  follows `random_seed`, if the values are equal.
+  A key follows an equal base key of the same name; `seed` does `random_seed`.
   """
   own = config.experiment_kwargs.get('config')
   for name in [*own] if isinstance(own, config_dict.ConfigDict) else ():
     base = 'random_seed' if name == 'seed' else name
-    if base in DEFAULTS and own[name] == config[base] is not None:
+    value = own[name]
+    if isinstance(value, int | float | str) and value == config.get(base):
       own[name] = config.get_oneway_ref(base)
 
 
