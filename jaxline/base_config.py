@@ -370,11 +370,11 @@ def _link(config: config_dict.ConfigDict) -> None:
 
   A key follows an equal base key of the same name; `seed` does `random_seed`.
   """
-  own = config.experiment_kwargs.get('config')
+  own: Any = dict(config.experiment_kwargs).get('config')
   for name in [*own] if isinstance(own, config_dict.ConfigDict) else ():
     base = 'random_seed' if name == 'seed' else name
-    value = own[name]
-    if isinstance(value, int | float | str) and value == config.get(base):
+    is_same = base in config and own[name] == config[base]
+    if is_same and isinstance(own[name], int | float | str):
       own[name] = config.get_oneway_ref(base)
 
 

@@ -7,22 +7,22 @@ from typing import Any
 
 # Finds the section of docs/troubleshooting.md that a message needs, by name.
 _SECTIONS = re.compile(
-  r"(?P<misspelled_names>Unknown (config key|\w+ '\S*' in))"
+  r"(?P<misspelled_names>Unknown (config key|[\w ]+ '\S*' in))"
   r'|(?P<unknown_flags>Unknown command line flag|expected flags|Expected --)'
   r'|(?P<class_not_found>experiment_class is)|(?P<nan>s of .*not finite)'
   r'|(?P<hang>no sign of life)'
   r"|(?P<missing_packages>No module named|pip install -e ')"
-  r'|(?P<missing_files>No files found|cannot be read|file such as|\.tokens`)'
+  r'|(?P<missing_files>No files found|cannot be read:|file such as|\.tokens`)'
   r'|(?P<no_accelerator>_ensure_tpu)|(?P<wrong_results>was computed twice)'
-  r'|(?P<uneven_batch>do(es)? not divide|sizes whose product)'
+  r'|(?P<uneven_batch>do(es)? not divide|sizes whose product|integer, or -1)'
   r'|(?P<out_of_memory>RESOURCE_EXHAUSTED(?!.*No space left))'
   r'|(?P<no_space_left>No space left|File too large|quota exceeded)'
   r'|(?P<permission_denied>Permission denied|Read-only|can be written in)'
-  r'|(?P<changed_config>different config, so)|(?P<changed_model>fit the model)'
+  r'|(?P<changed_config>different config, so)|(?P<changed_model>not fit the )'
   r'|(?P<changed_data>cannot continue from|position cannot be set)'
   r'|(?P<damaged_checkpoint>(checksum|CRC-32C) of|that is intact|is damaged: )'
   r'|(?P<checkpoint_format>different format)|(?P<refused_values>cannot hold)'
-  r'|(?P<directory_in_use>is in use: |another run has taken over)'
+  r'|(?P<directory_in_use>is in use: another|another run has taken over)'
   r'|(?P<unshared_directory>cannot see)|(?P<process_count>processes saved)'
   r'|(?P<different_scalars>scalars from evaluate)|(?P<lost_process>has lost)'
   r'|(?P<worker_exit_codes>Worker process was)|(?P<ended_input>input ended)',

@@ -116,7 +116,7 @@ def recipe(library):
     page.read_text(encoding='utf-8'),
     re.M | re.S,
   )
-  assert code.count('\n') <= 25
+  assert code.count('\n') <= 28  # With its imports.
   names = {'jax': jax, 'sharded': sharded, 'Logical': partitioning.Logical}
   exec(code, names)
   (cls,) = (
