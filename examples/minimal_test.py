@@ -63,7 +63,7 @@ def test_a_byte_is_predicted_from_the_eight_before_it():
 def test_the_readme_has_it_in_short(tmp_path):
   """Without types, config keys and names of axes, it has the same losses."""
   readme = (ROOT / 'README.md').read_text(encoding='utf-8')
-  pattern = r'```python\n(# examples/yours.py\n.+?)```'
+  pattern = r'```python\n(# examples/first.py\n.+?)```'
   (code,) = re.findall(pattern, readme, re.S)
   (tmp_path / 'yours.py').write_text(code)
   yours = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
