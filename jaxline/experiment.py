@@ -30,8 +30,8 @@ _NO_TRACE = contextlib.nullcontext()
 
 Scalars = Mapping[str, Any]
 StopTraining = errors.StopTraining
-# Maps (global_step, state key) to the arguments of `step` (global_step, rng)
-# and the state key of the next step.
+# Maps (global_step, state key) to (global_step, rng, next state key). The first
+# two results are the arguments of `step`.
 StepInputs = Callable[[int, jax.Array], tuple[Any, Any, jax.Array]]
 
 
@@ -240,16 +240,16 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
   """An experiment with every method and attribute that the library uses.
 
   `sharded.ShardedExperiment` derives from it. Derive from it in the per-device
-  style too, if your experiment sets one of these names. An original JAXline
-  program may use the names for anything, so of all other classes the library
-  reads only the names of `AbstractExperiment` (see
-  `compat.experiments.full_experiment`).
+  style too, if your experiment sets one of these names. A program written for
+  JAXline may use them for anything. From any other class, the library therefore
+  reads only the names of `AbstractExperiment`
+  (see `compat.experiments.full_experiment`).
 
   Attributes:
     FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
-      the loss and the gradients were finite; otherwise 1, or 2 for the loss, 3
-      for the gradients and 4 for both. With `config.on_nonfinite = 'skip'` it
-      counts consecutive steps that were not finite.
+      loss and gradients are finite; 2 if the loss is not, 3 if the gradients
+      are not, 4 if neither is, or 1 for any of these; -1 if no row has weight.
+      With `config.on_nonfinite = 'skip'`, it counts nonfinite steps in a row.
     on_nonfinite: default of `config.on_nonfinite`, used if the key is None.
     run_config: the run's config, if the experiment reads the keys for sharded
       steps; otherwise None.
@@ -434,8 +434,8 @@ def _wait(leaves: list[Any]) -> None:
     # Skip numbers, and arrays whose buffer the experiment has donated.
     if not hasattr(x, 'is_ready') or x.is_deleted():
       continue
-    # Block once: this releases the GIL and raises this step's error. Errors of
-    # other programs surface when their results are fetched.
+    # Block at least once: it releases the GIL and raises this step's error.
+    # Errors of other programs surface when their results are fetched.
     if not has_waited or not x.is_ready():
       x.block_until_ready()
       has_waited = True

@@ -108,7 +108,7 @@ def create_checkpointer(
   if config.checkpointer == 'memory':
     return checkpointers.InMemoryCheckpointer(config, mode, records_config=True)
   checkpointer = durable.DurableCheckpointer(config, mode)
-  # A program may call this checkpointer with an experiment of JAXline's class.
+  # A program may call this checkpointer with an experiment made for JAXline.
   checkpointer.complete = experiments.full_experiment
   return checkpointer
 
@@ -270,7 +270,7 @@ class _ConfigParser(flags.ArgumentParser):
       return config.lock()
     except errors.UsageError:
       raise
-    except Exception as e:  # absl and `_parse` take some types for flag errors.
+    except Exception as e:  # Some types would be reported as flag errors.
       raise RuntimeError(f'--config={argument} raised an error.') from e
 
 
@@ -302,7 +302,7 @@ def _define_config(values: flags.FlagValues, argv: list[str] | None) -> None:
     parse_config(argument)  # It defines a flag for each override.
     for name in [x for x in values if x.startswith('config.')]:
       one, key = values[name], name.removeprefix('config.')
-      # The text may be a value of the experiment's own keys, as in JAXline.
+      # In the experiment's own text keys, 'None' is text, as in JAXline.
       is_text = isinstance(one.value, str) and key not in base_config.DEFAULTS
       if isinstance(one, flags.MultiFlag):
         own = functools.partial(_parse_tuple, one, one.parse)

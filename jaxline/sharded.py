@@ -133,8 +133,8 @@ class ShardedExperiment(experiment.FullExperiment):
       is_training: False in an evaluation.
 
     Returns:
-      The scalar loss; a dict name -> `metrics.Mean` or scalar mean, either
-      weighted by `weights`; the new model state.
+      The scalar loss; the metrics, a dict name -> `metrics.Mean` or scalar,
+      each a mean weighted by `weights`; the new model state.
     """
 
   @abc.abstractmethod
@@ -235,7 +235,7 @@ class ShardedExperiment(experiment.FullExperiment):
     place_grads = lambda grads: jax.lax.with_sharding_constraint(
       grads, self.trainable_only(self.layout.shardings.params)
     )
-    # Frozen weights get no gradient: one that is dropped later takes memory.
+    # Frozen weights get no gradient: even an unused one would take memory.
     params = self.trainable_only(state.params)
     loss, metrics, model_state, grads = step_lib.accumulate_gradients(
       loss_fn,
@@ -430,7 +430,7 @@ class ShardedExperiment(experiment.FullExperiment):
     params = self.eval_params
     state = dataclasses.replace(self.state, params=params, opt_state=None)
     found: dict[str, Any] = {}
-    # Check twice: the weights of the first evaluation may give equal losses.
+    # Check twice: initial weights may give equal losses, which hide an error.
     checks = self.num_evaluated < 2
     ends = self._eval_feed.rows_of, self.reduce_outputs, checks
     for name, batches in self._eval_feed.sets(self.num_evaluated):
@@ -460,7 +460,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    # Delete the attribute: after a failed restore, None would be reinitialized.
+    # Delete it: with None, `state` would be made anew after a failed restore.
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:

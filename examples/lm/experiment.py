@@ -67,7 +67,7 @@ class Config:
       `text.TextInput`.
     cache_dir: where tokens are cached; None means the user's cache.
     batch_size: sequences per step, over all devices. It is rounded up to a
-      multiple of the number of devices that share a batch, times
+      multiple of the number of parts into which the mesh splits a batch, times
       `gradient_accumulation_steps`.
     length: tokens per sequence.
     eval_batch_size: sequences per evaluation batch.
@@ -367,9 +367,9 @@ class Experiment(sharded.ShardedExperiment):
     length = prompt + config.sample_length
     if config.sample_length < 0 or length > config.model.max_length:
       raise errors.UsageError(
-        f'sample_length is {config.sample_length}, which makes {length} tokens'
-        ' with sample_prompt and its special tokens; expected 0 or more, and at'
-        f' most model.max_length, {config.model.max_length}, tokens in all.'
+        f'sample_length is {config.sample_length}; together with sample_prompt,'
+        f' that is {length} tokens. Expected 0 or more, and in all at most'
+        f' model.max_length, {config.model.max_length}.'
       )
 
   def _check_rows(self, ids: np.ndarray, what: str) -> None:
@@ -707,7 +707,7 @@ class Experiment(sharded.ShardedExperiment):
 
   @functools.cached_property
   def _stream(self) -> Any:
-    """The compiled programs of `stream`: for a prompt, and for some tokens."""
+    """The programs of `stream`: one reads the prompt, one adds some tokens."""
     config = self.config.model
 
     def prefill(params: Any, prompts_BT: jax.Array, steps: int) -> Any:
@@ -742,7 +742,7 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     options: decoding.Options,
   ) -> list[list[dict[str, Any]]]:
-    """Continues texts with texts, with the same number of rows per device."""
+    """Continues prompts with texts; all devices get equally many rows."""
     rng = placement.put(rng, self.partitioner.replicated)
 
     def run(*batch: np.ndarray) -> decoding.Decoded:
@@ -778,8 +778,8 @@ class Experiment(sharded.ShardedExperiment):
       params = model.split_layers(params, config)
 
       def step(cache: Any, tokens_BL: jax.Array, start_B: jax.Array) -> Any:
-        # Prompts begin at 0. As a constant, it is the same position in all
-        # rows, so the cache is written in one piece.
+        # All prompts begin at 0. Given as one constant instead of one position
+        # per row, it lets the cache be written in one piece.
         start = start_B if tokens_BL.shape[1] == 1 else 0
         return model.decode_step(params, tokens_BL, cache, start, config)
 

@@ -305,7 +305,7 @@ class Checkpoint:
       for entry, about in self.record['module'].items()
       if any(map(wants, [entry, *self._below(entry)]))
     }
-    # Maps an array's name to its target sharding; None means host memory.
+    # Maps an array's name to its abstract target; None means host memory.
     targets = trees.named_leaves(dict(template))
     shapes = {n: arrays_lib.saved_shape(x) for n, x in self.described.items()}
     have = {n: shapes[n] for entry in template for n in self._below(entry)}

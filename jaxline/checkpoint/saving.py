@@ -1,6 +1,6 @@
 """Writes checkpoints in the background, and removes old ones.
 
-`write` takes a copy of the state in host memory (`contents`). It waits until
+`write` is given a copy of the state in host memory (`contents`). It waits until
 the logs are on disk, writes the arrays as new data (`arrays`) and, as the last
 file, the manifest. `apply_retention` removes checkpoints, and collects data
 that no manifest names (`manifests`).
@@ -69,7 +69,7 @@ class Saver:
       data = distributed.gather_and_decide(
         None, lambda _: manifests_lib.new_data(step)
       )
-      if series == 'best':  # Training could collect data without a manifest.
+      if series == 'best':  # Without a mark, training could delete the data.
         self.keep_data([data])
       try:
         place = self._store.below(f'data/{data}')
@@ -97,7 +97,7 @@ class Saver:
       claim = self._directory.claims[series]
       assert claim is not None
       if series == 'best':
-        # Renew the mark: if this process was suspended, it has expired.
+        # Renew the mark, which may have expired if this process was suspended.
         self.keep_data([manifest['data']])
         entries = manifest['entries'] | added['entries']
         # Keep timestamps increasing even if the clock went back.
@@ -140,7 +140,7 @@ class Saver:
       self._mark.write(data=sorted(data))
     else:
       self._mark.stop()
-    # Only the mark may have kept the data that was marked before.
+    # Data that was marked before may have been kept by its mark alone.
     self.manifests.collect_garbage(self._marked - {*data})
     self._marked = {*data}
 

@@ -22,7 +22,7 @@ A batch has these arrays, each of shape [B, L]:
   paddings     float32  padded: 1 for padding, else 0
 
 With bytes as tokens, `sum(weights * nats) / sum(weights) / log(2)` is the
-number of bits per byte. The model never predicts the document tokens it reads.
+number of bits per byte. Document tokens are read, but never predicted.
 
 Shapes: N tokens of a stream, D documents, B rows of this host, L tokens of a
 row, b rows to read.

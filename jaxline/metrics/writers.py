@@ -45,10 +45,10 @@ _Item = tuple[str, Any, float, Mapping[str, Any], Callable[..., Any]]
 class MetricWriter(contextlib.AbstractContextManager):
   """Writes to backends on one background thread with a bounded queue.
 
-  `global_step` is an int, or an array whose elements all are the step (one copy
-  per device). The thread fetches scalars from the devices, so pass metrics of a
-  step and not parts of its state, which is donated to the next step. Images are
-  copied at once, on their device.
+  `global_step` is an int, or an array of equal ints, such as one per device.
+  The thread fetches scalars from the devices, so pass metrics of a step and not
+  parts of its state, which is donated to the next step. Images are copied at
+  once, on their device.
 
   A write waits while the queue is full. After an error on the thread, every
   write, flush and close raises the first error, and the other backends still

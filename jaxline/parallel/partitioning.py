@@ -92,15 +92,15 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
-# These limits apply to weights without names. Splitting fewer than MIN_SPLIT
-# elements is not worth the communication. At most MAX_LAYERS may be stacked.
+# For weights without names: to split fewer than MIN_SPLIT elements is not worth
+# the communication; a matrix of at most MAX_LAYERS rows may be stacked layers.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
 # A dimension is split by a logical axis, which the rules map to mesh axes; by a
 # mesh axis, under any rules; by several of either; or, for None, not at all.
 Axis = str | tuple[str, ...] | None
 
-# Except for the experts' matrices, `expert` splits like an extension of `data`.
+# `expert` extends `data`, except where it splits the experts themselves.
 _FSDP = ('data', 'expert')
 _TENSOR = Rules(
   vocab=('mdl',), experts=('expert',), mlp=('mdl',), heads=('mdl',)
@@ -133,7 +133,7 @@ PRESETS = {
 def get_rules(
   name: str, changes: Mapping[str, Sequence[str] | str] | None = None
 ) -> Rules:
-  """Returns one of `PRESETS`, with `changes` of the mesh axes of some axes."""
+  """Returns a preset; `changes` maps logical axes to different mesh axes."""
   errors.check_names([name], PRESETS, 'preset', 'config.sharding')
   changes = dict(changes or {})
   errors.check_names(changes, AXIS_NAMES, 'logical axis', 'sharding_rules')
@@ -291,9 +291,9 @@ class Partitioner:
   def specs_like(self, tree: Any, weights: Any) -> Any:
     """Returns a `PartitionSpec` for each array of an optimizer's state.
 
-    An array is split like the weight whose path ends the array's path, if their
-    shapes are equal: `[0].mu['w']` is split like `['w']`. All other arrays are
-    replicated, such as counters and the factors of a weight in Adafactor.
+    An array whose path ends with the path of a weight of equal shape is split
+    like it: `[0].mu['w']` like `['w']`. All other arrays are replicated, such
+    as counters and Adafactor's factors of a weight.
     """
     specs = dict(jax.tree.leaves_with_path(self.specs(weights)))
     arrays = dict(jax.tree.leaves_with_path(unbox(weights)))

@@ -1,9 +1,9 @@
 """Saves and ends a run on a signal, Ctrl-C or a preemption notice.
 
-During start-up, a notice raises `Preempted` at once in a single process, and
-with several takes effect after the first step. Inside `Watch.training` it is
-deferred: every host calls `reached` after each step and, if that returns True,
-saves its state and calls `leave`, which raises `Preempted`.
+During start-up, a notice raises `Preempted` at once in a single process; with
+several processes, it takes effect after the first step. Inside `Watch.training`
+it is deferred: every host calls `reached` after each step and, if that returns
+True, saves its state and calls `leave`, which raises `Preempted`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _USUAL = (signal.SIGINT, signal.SIGTERM)
 # A closed terminal and Slurm's --signal send these. Windows has neither.
 _OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
 
-# A run may replace handlers of these packages, so you can interrupt it in an
-# event loop or a notebook like a program.
+# A run may replace handlers of these packages, so that Ctrl-C works in an event
+# loop or a notebook as it does in a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names a step: 1 before training. A run that resumes at step 500
-# would never poll with 1, so `reached` counts polls instead of steps.
+# JAX's notice names the step to leave after: 1 if it comes before training. A
+# run resumed at step 500 never polls with 1, so `reached` polls with a count.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
@@ -185,7 +185,7 @@ class Watch:
         f'\n[jaxline] Ctrl-C: {"saving, then " if self._defers else ""}leaving;'
         ' press Ctrl-C again to leave at once.\n'
       )
-      # Avoid sys.stderr, a write to which the handler may have interrupted.
+      # Avoid sys.stderr: this handler may have interrupted a write to it.
       with contextlib.suppress(OSError):
         os.write(2, text.encode())
     if self._notice is None:
