@@ -261,7 +261,7 @@ REFUSALS = {
     add_tensor, 'model.embed_tokens.weight'
   ),
   'weight_map': lambda x: (x / INDEX).write_text('{}'),
-  'do not agree': lambda x: (x / INDEX).write_text(
+  'disagree': lambda x: (x / INDEX).write_text(
     json.dumps({'weight_map': {'gone.weight': 'model-00001-of-00003'}})
   ),
   'relu': lambda x: edit(x, hidden_act='relu'),
