@@ -15,7 +15,7 @@ are rejected before anything is compiled.
 - **program**: the run continues, and its step is recompiled.
 - **none**: the run continues with the same compiled step.
 
-Each key is declared in `KEYS` of the package that reads it.
+Packages declare keys in `KEYS`: `grep -rn "Key('NAME'" jaxline` finds one.
 `python -m jaxline.base_config` prints docs/reference/config.md.
 """
 
@@ -368,7 +368,7 @@ def recorded_config(
 def _link(config: config_dict.ConfigDict) -> None:
   """Restores references, of which a record has only the values.
 
-  A key follows an equal base key of the same name; `seed` does `random_seed`.
+  Keys follow equal base keys of the same name; `seed` follows `random_seed`.
   """
   own: Any = dict(config.experiment_kwargs).get('config')
   for name in [*own] if isinstance(own, config_dict.ConfigDict) else ():

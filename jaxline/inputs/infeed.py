@@ -126,7 +126,7 @@ def _read(
       try:
         placed = place(batch)
       except Exception as e:
-        what, *_ = source.describe().splitlines()
+        what = source.describe().partition('\n')[0]
         e.add_note(f'The error is in the last batch of {what}.')
         raise
       yield placed, mark
