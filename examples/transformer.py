@@ -115,7 +115,7 @@ def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def parts(out_BLS: jax.Array) -> list[jax.Array]:
   """Splits a fused product [B, L, S, ...] into its S parts."""
-  # Do not index: each gradient would be padded with zeros, and all be added.
+  # Do not index: JAX would pad each part's gradient with zeros and add them up.
   return list(jnp.unstack(out_BLS, axis=2))
 
 
