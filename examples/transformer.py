@@ -980,7 +980,7 @@ def pipelined(
     beside: a pytree of arrays [B, ...] that layers read, such as segment ids.
     num_stages: as for `pipeline.pipeline`.
     num_microbatches: the number of parts into which the batch is cut.
-    num_repeats: how often each part goes round the stages.
+    num_repeats: how often each part passes through all stages.
     unroll: whether to unroll a stage's layers instead of looping over them.
     remat: one of `REMATS`.
 

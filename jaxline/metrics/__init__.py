@@ -58,7 +58,7 @@ KEYS = (
         'a list of names of writers', lambda x: isinstance(x, list | tuple)
         and all(isinstance(name, str) for name in x)),
       'Writers of numbers, images and texts: `tensorboard`, `jsonl` (which'
-      ' `jaxline.fit` and `.runs` read), or one of `writers.register`.'),
+      ' `jaxline.fit` and `.runs` read), or your own (`writers.register`).'),
   Key('log_all_hosts', False, BOOLEAN,
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, BOOLEAN,
