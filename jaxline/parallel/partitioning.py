@@ -313,26 +313,26 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists weights that are replicated or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. The list is empty if the rules
-    split no weights (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. If the rules split no weights
+    (`ddp`, or a mesh of one device), or only experts, replicated weights are as
+    intended and not listed.
     """
     lines = []
-    # A preset that splits only experts replicates the rest on purpose.
-    names = (name for name in WEIGHT_AXES if name != 'experts')
-    splits = any(self.size(name) > 1 for name in names)
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_logical)
+    names = {*WEIGHT_AXES, *(name for _, x in leaves for name in self._axes(x))}
+    splits = any(self.size(name) > 1 for name in names - {'experts'})
+    for path, x in leaves:
       axes, shape = self._axes(x), unbox(x).shape
-      splits |= any(self.size(name) > 1 for name in axes)
       misfits = ''.join(
         f'; {name} is {length}, no multiple of {self.size(name)}'
         for name, length in zip(axes, shape, strict=True)
         if length % self.size(name)
       )
-      spec = self.spec(axes, shape)
-      if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
+      sharding = NamedSharding(self.mesh, self.spec(axes, shape))
+      if misfits or (splits and sharding.is_fully_replicated):
         named = axes if is_logical(x) else 'no axes named'
         lines.append(f'{trees.name_of(path)} {tuple(shape)} {named}{misfits}')
-    return lines if splits else []
+    return lines
 
   def idle_axes(self) -> list[str]:
     """Lists the mesh axes that no rule uses; devices along them do the same."""
