@@ -92,15 +92,15 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
-# For weights without names: to split fewer than MIN_SPLIT elements is not worth
-# the communication; a matrix of at most MAX_LAYERS rows may be stacked layers.
+# A weight without names is split if it has at least MIN_SPLIT elements. The
+# first of two axes may count layers if it has at most MAX_LAYERS entries.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
-# A dimension is split by a logical axis, which the rules map to mesh axes; by a
-# mesh axis, under any rules; by several of either; or, for None, not at all.
+# What splits a dimension: a logical axis, which the rules map to mesh axes; a
+# mesh axis, whatever the rules; or a tuple of these. None: it is not split.
 Axis = str | tuple[str, ...] | None
 
-# `expert` extends `data`, except where it splits the experts themselves.
+# Weights that `data` splits are split over `expert` too, except the experts.
 _FSDP = ('data', 'expert')
 _TENSOR = Rules(
   vocab=('mdl',), experts=('expert',), mlp=('mdl',), heads=('mdl',)
@@ -215,7 +215,7 @@ class Partitioner:
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
     # Take a batch with one row per shard, and find the first row of each
-    # process: it comes last and so replaces the others in the dict.
+    # process: sorted in reverse, it is the last that the dict gets and keeps.
     shape = (self.batch_shards,)
     shards: Any = self.batch_sharding.devices_indices_map(shape).items()
     pairs = [(d.process_index, rows.start or 0) for d, (rows,) in shards]
