@@ -136,7 +136,7 @@ class Run:
     state = training.state
     evaluator = self.make_evaluation(until=state.global_step)
     # Evaluations at and after the restored step are repeated, so their records
-    # are deleted. If a note marks that of this step as complete, it stays.
+    # are deleted. The step's own record stays if a note marks it complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not protocol.is_new(checkpointer):

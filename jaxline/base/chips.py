@@ -89,7 +89,7 @@ _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # By default only one process can load libtpu, so that no two share a TPU.
+  # libtpu by default lets only one process load it: no two can share a TPU.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 

@@ -35,7 +35,7 @@ _NOTHING = Packed()
 #   2: the loss is not finite. 3: the gradients are not. 4: both are not.
 #   1: one or both are not finite.
 #   -1: nothing in the batch has a weight.
-# With 'skip', a positive value is the number of consecutive nonfinite steps.
+# A positive value with 'skip' counts consecutive nonfinite steps instead.
 NONFINITE = 'nonfinite'
 PARTS = 'nonfinite_parts'  # The 0, 2, 3 or 4 of a step with 'skip'.
 
