@@ -460,7 +460,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    # If it were None, `state` would initialize it after a failed restore.
+    # If it were None, `state` would make new weights after a failed restore.
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
