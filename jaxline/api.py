@@ -62,10 +62,10 @@ def fit(
 ) -> Result:
   """Trains an experiment, as `--jaxline_mode=train_and_eval` does.
 
-  If `config.checkpoint_dir` holds a run, it is resumed. If the key is None,
-  each call makes a fresh directory. Ctrl-C saves, then raises
-  KeyboardInterrupt. Flags, `config.distributed` and the XLA flags of
-  `config.xla` are for the command line: `fit` does not apply them.
+  If `config.checkpoint_dir` holds a run, `fit` resumes it. If the key is None,
+  each call makes a fresh directory. Ctrl-C saves the run, then raises
+  KeyboardInterrupt. `fit` does not apply flags, `config.distributed` and the
+  XLA flags of `config.xla`.
 
   Args:
     experiment_class: a class or a partial of one; None means the class that

@@ -111,7 +111,7 @@ KEYS: tuple[Key, ...] = (
 )  # fmt: skip
 DEFAULTS = {key.name: key.default for key in KEYS}
 config_record.TABLE.update((key.name, key) for key in KEYS)
-# JAXline has these keys too. A JAXline program may use all others for itself.
+# JAXline has these keys too. A JAXline program may give the others any meaning.
 _JAXLINES = """experiment_kwargs training_steps interval_type log_async
   save_checkpoint_interval log_tensors_interval log_all_hosts
   log_train_data_interval log_all_train_data logging_interval_type
@@ -168,7 +168,7 @@ def validate_keys(
   """Checks that a config has the required keys and no misspelled ones.
 
   A key that is very similar to a required one counts as misspelled, unless it
-  only adds words, as `num_training_steps` does. Others are the experiment's.
+  only adds words, as `num_training_steps` does. Others are yours.
   """
   for key in set(config) - set(base_cfg):
     for near in errors.nearest(key, base_cfg, cutoff=0.85):
@@ -235,8 +235,8 @@ def validate_config(
 ) -> None:
   """Raises UsageError for the first wrong key or value, with its name.
 
-  With `may_be_own`, the program may use keys that JAXline does not have for
-  itself, so their values are not checked.
+  With `may_be_own`, the values of keys that JAXline does not have are not
+  checked, because the program may give such keys a different meaning.
   """
   defaults = get_base_config()
   # This finds misspelled keys of a section; `_problems` finds missing ones.
@@ -273,7 +273,7 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
 
 
 def own_keys(config: Any) -> dict[str, errors.UsageError]:
-  """Maps each key that the program uses for itself to our check's error."""
+  """Maps each key with a program's own meaning to the error of our check."""
   return {k: x for k, x in _problems(config).items() if k in _OTHERS}
 
 
@@ -311,8 +311,8 @@ def expand_paths(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
 
 # The file of a run's recorded config, in its directory.
 RECORD = directory_lib.RECORD
-# These keys are not read from a record. A pickle and a compiled program can run
-# code, and the output file would be replaced. The others concern one start.
+# A config from a record has the defaults of these keys. A pickle and a compiled
+# program can run code, and output replaces a file. Others concern one start.
 _NOT_TAKEN = (
   *('checkpoint_allow_pickle', 'compilation_cache', 'decode.output'),
   *('distributed', 'on_config_change'),
@@ -366,9 +366,10 @@ def recorded_config(
 
 
 def _link(config: config_dict.ConfigDict) -> None:
-  """Restores references, of which a record has only the values.
+  """Restores references between keys; a record has only values.
 
-  Keys follow equal base keys of the same name; `seed` follows `random_seed`.
+  An experiment's key follows the base key of its name if both are equal. (The
+  base key of `seed` is `random_seed`.)
   """
   own: Any = dict(config.experiment_kwargs).get('config')
   for name in [*own] if isinstance(own, config_dict.ConfigDict) else ():

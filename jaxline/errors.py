@@ -55,10 +55,10 @@ class RunError(Exception):
 
 
 class StopTraining(Exception):
-  """Ends a run as finished: raised by `step` or `evaluate`, on all processes.
+  """Ends a run as finished; raise it in `step` or `evaluate`, on all processes.
 
-  `step` raises it before it changes the experiment: the step does not count. A
-  sharded step that has updated the state counts, and is logged.
+  If `step` raises it before the experiment has changed, the step does not
+  count. A sharded step that has updated the state counts, and is logged.
   """
 
   def __init__(self, why: str = 'StopTraining was raised.', how: str = ''):

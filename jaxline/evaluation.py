@@ -235,7 +235,7 @@ class Evaluation:
     return agreed
 
   def _note(self, step: int, scalars: Any, train_step_rng: Any) -> None:
-    """Saves the best checkpoint, and notes that the step is evaluated."""
+    """Saves `best` if the value improved, and notes the step as evaluated."""
     if self._best is not None:
       self._save_if_best(step, scalars, train_step_rng)
     flushed = self._log.flush_async()

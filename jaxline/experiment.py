@@ -241,15 +241,12 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
 
   `sharded.ShardedExperiment` derives from it. Derive from it in the per-device
   style too, if your experiment sets one of these names. A program written for
-  JAXline may use them for anything. From any other class, the library therefore
-  reads only the names of `AbstractExperiment`
-  (see `compat.experiments.full_experiment`).
+  JAXline may give these names any meaning, so the library reads them only from
+  this class (see `compat.experiments.full_experiment`).
 
   Attributes:
-    FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`, int32: 0 if
-      loss and gradients are finite; 2 if the loss is not, 3 if the gradients
-      are not, 4 if neither is, or 1 for any of these; -1 if no row has weight.
-      With `config.on_nonfinite = 'skip'`, it counts nonfinite steps in a row.
+    FLAGS_NONFINITE: whether `step` returns the scalar `nonfinite`: see
+      `metrics.scalars.NONFINITE` for its values.
     on_nonfinite: default of `config.on_nonfinite`, used if the key is None.
     run_config: the run's config, if the experiment reads the keys for sharded
       steps; otherwise None.
@@ -342,8 +339,8 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
 
     Args:
       prompts: prompts that `check_prompt` accepted, the same number at each
-        call. The last ones of a file are padded with copies, whose
-        continuations are ignored.
+        call. Copies of the last prompt fill the last call; their continuations
+        are ignored.
       rng: one key, different at each call.
 
     Returns:
@@ -434,7 +431,7 @@ def _wait(leaves: list[Any]) -> None:
     # Skip numbers, and arrays whose buffer the experiment has donated.
     if not hasattr(x, 'is_ready') or x.is_deleted():
       continue
-    # Block at least once: it releases the GIL and raises this step's error.
+    # Block at least once: this releases the GIL and raises the step's error.
     # Errors of other programs surface when their results are fetched.
     if not has_waited or not x.is_ready():
       x.block_until_ready()

@@ -76,7 +76,7 @@ def make_hooks(
         log_all_data=config.log_all_train_data,
       )
     )
-  # If there are several processes, all must compute, and one keeps the file.
+  # If there are several processes, all compute fingerprints, but one writes.
   is_kept = log.takes('fingerprints') or jax.process_count() > 1
   if config.fingerprint and is_kept:
     hooks.append(fingerprints.FingerprintHook(log, experiment))

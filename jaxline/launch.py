@@ -5,8 +5,8 @@
 
 starts a run of four processes with two devices each. They communicate as in a
 cluster, but by gloo instead of a network of accelerators. The exit code is the
-code of the process that failed first. The loss of a peer counts only if no
-process failed for a different reason. See docs/reference/launching.md.
+code of the process that failed first. A process that has only lost another one
+counts if none failed for a different reason. See docs/reference/launching.md.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxline.supervision import preemption
 
 # These signals are forwarded to the processes, if not ignored at the start.
 _SIGNALS = (signal.SIGINT, *preemption.SIGNALS.values())
-# A process with one of these codes was ended by a signal. The others are saving
-# too, so they get all the time they need.
+# A process with one of these codes has saved and ended on a signal. The others
+# are saving too, so they are not killed.
 _IN_ORDER = (preemption.EXIT_CODE, preemption.SIGINT_EXIT_CODE)
-# Runs a command, and sends SIGTERM to its group when standard input ends. That
-# is a pipe whose other end only the launcher holds open.
+# Runs a command, and sends SIGTERM to its group when standard input ends.
+# Standard input is a pipe whose other end only the launcher holds open.
 _WITH_PARENT = """exec 3<&0 < /dev/null
 { read -r x <&3; kill -s TERM -- -$$; } &
 exec "$@" 3<&-"""

@@ -179,7 +179,7 @@ def start(
       full = adapters.full_checkpointer(made, experiment_class)
       stack.callback(full.close)
       full.directory.reads_only = not logs
-      # A program's factory may ignore the mode.
+      # Set it here: a program's factory may ignore the mode.
       full.directory.follows = mode.follows or role == 'eval'
       full.directory.check_shared()
       declares = experiments.class_of(experiment_class)
@@ -322,7 +322,7 @@ def _parse_tuple(flag: Any, parse: Callable[..., None], argument: Any) -> None:
 
 
 class _OrNone(flags.ArgumentParser):
-  """Also parses None."""
+  """Parses None, and all values that the given parser accepts."""
 
   def __init__(self, parser: flags.ArgumentParser):
     self._parser = parser
@@ -433,7 +433,7 @@ def load_config(argv: Sequence[str]) -> config_dict.ConfigDict:
 
 def _parse(values: flags.FlagValues, argv: list[str]) -> list[str]:
   """Parses flags; returns the program's name, or raises UsageError."""
-  # Overrides need the config's own flag first.
+  # Parse the flag of the config first: it defines the flags of the overrides.
   first = '--config=', '--jaxline_run='
   argv = [argv[0], *sorted(argv[1:], key=lambda x: not x.startswith(first))]
   try:
@@ -454,7 +454,7 @@ def _read_config(
   values: flags.FlagValues,
 ) -> tuple[config_dict.ConfigDict, console_lib.Origin]:
   """Returns a validated copy of the config from the flags, and its origin."""
-  # Setting the alias also counts as --config.
+  # absl counts the alias as --config too.
   is_twice = 0 < values['jaxline_run'].present < values['config'].present
   if values.config is None or is_twice:
     raise errors.UsageError(

@@ -127,14 +127,14 @@ class ShardedExperiment(experiment.FullExperiment):
       params: the weights.
       model_state: the value that `init_fn` or the previous step returned.
       batch: a `Batch` of global arrays, [B, ...]. If the input has no entry
-        `weights`, [B, ...], it is added as ones, [B]. Rows that pad the last
+        `weights`, [B, ...], the library adds ones, [B]. Rows that pad the last
         batch of an evaluation have weight 0.
       rng: a key for this batch, or microbatch, only.
       is_training: False in an evaluation.
 
     Returns:
-      The scalar loss; the metrics, a dict name -> `metrics.Mean` or scalar,
-      each a mean weighted by `weights`; the new model state.
+      (loss, metrics, model_state). The loss is a scalar. The metrics are a dict
+      name -> `metrics.Mean`, or a scalar that is a mean weighted by `weights`.
     """
 
   @abc.abstractmethod
@@ -157,10 +157,10 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> Iterable[BatchDict] | Mapping[str, Iterable[BatchDict]]:
     """Returns the batches of one evaluation; the last may have fewer rows.
 
-    It may have a parameter `shard`. A mapping name -> batches defines several
-    sets, whose metrics are named `<set>/<metric>`. It is called once per
-    evaluation; or only once if every set is a `BaseInput` with
-    `reset_for_eval=False`, which continues where the last evaluation stopped.
+    It may have a parameter `shard`. It is called once per evaluation. For
+    several sets, return a mapping name -> batches; their metrics are named
+    `<set>/<metric>`. If every set is a `BaseInput` with `reset_for_eval=False`,
+    it is called only once, and each evaluation continues in the data.
     """
 
   def eval_outputs(
@@ -430,7 +430,7 @@ class ShardedExperiment(experiment.FullExperiment):
     params = self.eval_params
     state = dataclasses.replace(self.state, params=params, opt_state=None)
     found: dict[str, Any] = {}
-    # Check twice: initial weights may give equal losses, which hide an error.
+    # Check in two evaluations: equal losses of initial weights hide an error.
     checks = self.num_evaluated < 2
     ends = self._eval_feed.rows_of, self.reduce_outputs, checks
     for name, batches in self._eval_feed.sets(self.num_evaluated):
@@ -460,7 +460,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.mode == 'train' or not f'{name}/'.startswith(unused)
 
   def make_room(self) -> None:
-    # Delete it: with None, `state` would be made anew after a failed restore.
+    # If it were None, `state` would make new weights after a failed restore.
     self.__dict__.pop('_state', None)
 
   def restore_from_snapshot(self, snapshot_state: Mapping[str, Any]) -> None:
@@ -475,8 +475,8 @@ class ShardedExperiment(experiment.FullExperiment):
       )
     num_read = int(snapshot_state.get('batches', saved.step))
     place = num_read, snapshot_state.get('input')
-    # An evaluation may save this state as the best checkpoint, with position
-    # and optimizer state. So it keeps both, on the host.
+    # An evaluation may save this state as the best checkpoint. So it keeps the
+    # position and the optimizer's state, on the host.
     on_host: dict[str, Any] = {}
     if is_training:
       self.train_feed.restore(*place)

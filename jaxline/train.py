@@ -136,7 +136,7 @@ class Run:
     state = training.state
     evaluator = self.make_evaluation(until=state.global_step)
     # Evaluations at and after the restored step are repeated, so their records
-    # are deleted. That of the step itself is kept if a note marks it complete.
+    # are deleted. The step's own record stays if a note marks it complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not protocol.is_new(checkpointer):
@@ -266,8 +266,8 @@ class Run:
   def saves_here(self, all_hosts: bool) -> bool:
     """Returns whether this process calls `save`.
 
-    `all_hosts` is the value of a `*_checkpoint_all_hosts` key. It has no effect
-    on a checkpointer that writes files, which all processes call.
+    `all_hosts` is the value of a `*_checkpoint_all_hosts` key. All processes
+    call a checkpointer that writes files, whatever the value.
     """
     keeps = self.checkpointer.directory.keeps
     return keeps or all_hosts or jax.process_index() == 0
@@ -364,7 +364,7 @@ class Training:
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     for action in run.periodic_actions:
-      # All share one thread, so a save's mark in the log follows their records.
+      # Actions share the log's thread, so a save's flush follows their records.
       action.share(run.log.executor)
     run.console.show(run.log, 'train')
     self.hooks = hooks_lib.make_hooks(
@@ -413,7 +413,7 @@ class Training:
           ):
             self.experiment.train_loop(config, state, hooks, run.log)
         self._finish()
-        # Wait until process 0 has saved: an early exit would abort the others.
+        # Wait for process 0 to save: the exit of a process aborts the others.
         devices.rendezvous()
     except BaseException as error:
       # Finish the pending writes, but raise the loop's error.

@@ -167,8 +167,8 @@ def average_weights(
   """
   count = (after.step - after.skipped[1]).astype(jnp.float32)
   # Unlike `optax.ema`, keep the debiased average instead of the raw moment, so
-  # that each checkpoint has usable weights. `expm1` avoids the few digits that
-  # float32 would leave of 1 - decay**count.
+  # that each checkpoint has usable weights. `expm1` keeps digits that float32
+  # loses in 1 - decay**count.
   share = (1 - decay) / -jnp.expm1(count * math.log(decay))
 
   def new_average(average: jax.Array, weight: jax.Array) -> jax.Array:

@@ -107,11 +107,11 @@ def guard_step(
   grads: Any,
   empty: jax.Array,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Discards the update of a step whose loss or gradients are not finite.
+  """Checks whether the loss and the gradients of a step are finite.
 
-  Only `on_nonfinite = 'skip'` does so: such a step returns the state before it
-  with new counts; the scalar SKIPPED_STEPS is the total. The other modes return
-  `after`. All modes return the scalar NONFINITE.
+  Returns the new state and scalars, one of which is NONFINITE. The state is
+  `after`. Only with `on_nonfinite = 'skip'`, a step that is not finite returns
+  the state before it with new counts; SKIPPED_STEPS is the total.
   """
   # The square of a float16 overflows from 256 on.
   wide = lambda x: x.astype(jnp.float32) if x.dtype == jnp.float16 else x

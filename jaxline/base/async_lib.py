@@ -62,9 +62,9 @@ _FAIL_SECS = 0.1
 class SerialExecutor:
   """Runs calls in order on one background thread.
 
-  After an error, every use raises the first error; without a later use, it is
-  logged at the end. Calls that are queued when the process ends still run, and
-  can queue more calls, which `concurrent.futures` does not allow.
+  After an error, every use raises the first error. Without a later use, the
+  error is logged at the end. Calls that are queued when the process ends still
+  run, and can queue more calls, which `concurrent.futures` does not allow.
 
   Attributes:
     error: the first error of a call; None if there is none.
@@ -346,7 +346,7 @@ def py_prefetch(
       _log_all(name, unraised)
 
   reader = read()
-  # Close it at exit: later, Python would do so without the modules it uses.
+  # Close it at exit: Python would do so later, without the modules it uses.
   _readers.add(reader)
   _register_at_exit()
   return reader

@@ -51,9 +51,9 @@ def _chip(name: str, kinds: str, *numbers: float) -> Chip:
 # it is listed for utilization only.
 #
 # GPUs: NVIDIA's data sheets, without sparsity. NVLink is one way, half of the
-# "total bandwidth". The network is that of NVIDIA's DGX machines, with one
-# adapter per GPU (200 Gbit/s with A100, else 400), which other machines may
-# lack. Rows without links are cards for machines of other makers, whose
+# "total bandwidth". The network is as in NVIDIA's DGX machines, with one
+# adapter per GPU (200 Gbit/s with A100, else 400); other machines may have
+# less. Rows without links are cards for machines of other makers, whose
 # networks differ: they have no bounds for communication, and their TFLOP/s
 # accumulate in float32. For the GeForce and RTX cards, the source is NVIDIA's
 # white papers on the Ampere GA102 and the Ada architecture.
@@ -89,7 +89,7 @@ _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
   'TPU_ACCELERATOR_TYPE': 'v4-8',
   'TPU_WORKER_HOSTNAMES': 'localhost',
-  # libtpu lets only one process load it by default, so that none share a TPU.
+  # libtpu by default lets only one process load it: no two can share a TPU.
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
 

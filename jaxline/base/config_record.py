@@ -63,7 +63,7 @@ def changes(
   new: Mapping[str, Any],
   declared: stateful.Stateful | type[stateful.Stateful],
 ) -> list[str]:
-  """Returns a line for each difference that makes it a different run.
+  """Returns a line for each difference that changes the training result.
 
   `old` and `new` are records. `declared`, the experiment or its class, has
   CHANGEABLE_ON_RESUME and CONFIG_CLASS.

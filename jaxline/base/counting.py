@@ -51,8 +51,8 @@ def partly_used(used: int, size: int) -> Any:
   return jax.named_scope(f'{used}_of_{size}_used')
 
 
-# What to count: the entire program; or only the forward pass, for equations
-# outside or inside of it. (JAX's names have 'jvp', and not 'transpose'.)
+# What to count: all equations; or only the forward pass, in an equation outside
+# or inside of it. (Inside, JAX's names have 'jvp', and not 'transpose'.)
 _ALL, _OUTSIDE, _INSIDE = range(3)
 
 

@@ -4,7 +4,7 @@
 at the last line of the user's own files that led to it.
 
 `--jaxline_disable_pmap_jit` (`disable_pmap_jit`) runs every operation when its
-line runs. For the values of arrays then, see docs/reference/from_jaxline.md.
+line runs. docs/reference/from_jaxline.md lists the values that you then see.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def _patch(fake_pmap: contextlib.AbstractContextManager[Any]) -> None:
   _patches.enter_context(fake_pmap)
   fake = lambda fun, **unused: fun  # The original would trace its function.
   _patches.enter_context(mock.patch.multiple(jax, checkpoint=fake, remat=fake))
-  # Wait for each operation, for which JAX has no public API. Otherwise hundreds
-  # are in flight, which can deadlock several CPU devices.
+  # Wait for each operation; JAX has no public API for this. Hundreds of
+  # operations in flight can deadlock several CPU devices.
   run = core.EvalTrace.process_primitive
   wait = lambda *args: jax.block_until_ready(run(*args))
   waiting = mock.patch.object(core.EvalTrace, 'process_primitive', wait)

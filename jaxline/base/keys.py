@@ -182,7 +182,7 @@ class Key:
 def value_of(config: Any, rows: Iterable[Key], name: str) -> Any:
   """Returns the value of a key, or the default if the config lacks the key.
 
-  It returns the default too if the value is invalid, and so a program's own.
+  It returns the default too for an invalid value, which only the program uses.
   """
   row = next(row for row in rows if row.name == name)
   try:

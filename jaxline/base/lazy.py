@@ -55,7 +55,7 @@ def complete(module: str, shared: Mapping[str, str] | None = None) -> None:
   Args:
     module: the name of the module, such as 'jaxline.train'.
     shared: home module -> names that `module` has too. If a program rebinds one
-      in `module`, it is rebound in the home module, which the library uses.
+      in `module`, this rebinds it in the home module, which the library reads.
   """
   homes = {
     x: home for home, names in (shared or {}).items() for x in names.split()

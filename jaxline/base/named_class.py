@@ -16,7 +16,7 @@ _MODULE = r'\w+(\.\w+)*'
 
 
 def find(name: str, parent: type, recorded_in: str = '') -> Any:
-  """Imports the class, or other constructor, of a name.
+  """Imports the class, or a different constructor, that a name stands for.
 
   Args:
     name: `config.experiment_class`.

@@ -58,8 +58,8 @@ class Stateful:
 
     Args:
       name: the name of an entry, or of an array in it: 'state/params/w'. An
-        array that is not read is replaced by a jax.ShapeDtypeStruct. An entry
-        without any array that is read is absent.
+        array that is not read is replaced by a jax.ShapeDtypeStruct. If no
+        array of an entry is read, the entry is absent.
     """
     return True
 

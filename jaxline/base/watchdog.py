@@ -81,7 +81,7 @@ def is_debugged(frame: types.FrameType | None) -> bool:
 
 
 def _arm() -> bool:
-  """Restarts faulthandler's timer if a limit applies; returns whether so."""
+  """Restarts faulthandler's timer; returns False if no limit applies."""
   with _backstop:
     ends = covers_exit and getattr(threading, '_SHUTTING_DOWN', False)
     if is_watching := _num_runs > 0 or ends:

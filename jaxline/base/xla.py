@@ -108,7 +108,7 @@ def apply(options: Mapping[str, Any], *, has_started: bool) -> list[str]:
   """
   profile = options['pgle_profile']
   if profile and not os.path.exists(profile):
-    # XLA would compile without it, and report that only in its own log.
+    # XLA would compile without the file, and report it only in its own log.
     raise errors.UsageError(
       f'config.xla.pgle_profile is {profile!r}, which does not exist. To create'
       f' it, run with config.xla.pgle_save={profile!r}.'

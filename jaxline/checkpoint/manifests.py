@@ -11,8 +11,8 @@ mark names is then garbage-collected.
 
 A process may be suspended for so long that its marks expire. So a process that
 deletes data first dooms it, then checks again that nothing names it. A process
-that names data first writes the manifest, then checks that the data is not
-doomed. Whatever the order, one of the two notices the other.
+that writes a manifest checks afterwards that its data is not doomed. Whatever
+the order, one of the two processes notices the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -223,7 +223,7 @@ class Manifests:
   def collect_garbage(self, data: Iterable[str] = ()) -> None:
     """Deletes the data of deleted manifests, and `data`, if nothing names it.
 
-    List `data` before the call: a writer marks its data before it writes. The
+    List `data` before the call: writers mark data before they write it. The
     first look finds unnamed data to doom; the second decides (see the module).
     """
     self._gc_candidates |= {*filter(_DATA.fullmatch, data)}
@@ -264,7 +264,7 @@ class Manifests:
       steps = {series: self.steps(series) for series in ('best', 'latest')}
       for series, found in steps.items():
         for step in doomed_steps.intersection(found):
-          # Read it again each time: a restarted training saves steps again.
+          # Do not cache it: a restarted training may save a step with new data.
           with contextlib.suppress(store_lib.GoneError):
             named.add(self.read(series, step)['data'])
     except ValueError as e:

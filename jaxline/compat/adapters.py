@@ -61,7 +61,7 @@ def full_checkpointer(
       checkpoints are mirrored in JAXline's dictionary.
   """
   place = getattr(checkpointer, 'directory', None)
-  # This is true for a wrapper too that forwards the attributes of one of ours.
+  # A wrapper that forwards the attributes of our checkpointer is full too.
   is_full = isinstance(place, directory.RunDirectory)
   takes_step = lambda restore: 'step' in inspect.signature(restore).parameters
   if not is_full or not takes_step(checkpointer.restore):
@@ -80,7 +80,7 @@ class _ForeignWriter(writers.MetricWriter):
 
   As in JAXline, it gets the scalars of training on a background thread, and an
   experiment calls its other methods directly. Other kinds of records are
-  dropped. Its owner flushes and closes it, since it may not allow a thread to.
+  dropped. The program, and not the thread, flushes and closes it.
   """
 
   # Values that are not numbers are written too.
@@ -148,8 +148,8 @@ def full_action(action: Callable[..., Any]) -> periodic.Action:
 def rebindable(module: Any, name: str, *parts: str) -> Callable[[Any], Any]:
   """Returns a function that calls the method `name` of a run.
 
-  If a program has rebound the function of this name in the module, it calls
-  that function with JAXline's arguments, the last of which are `parts`.
+  If a program has rebound `name` in the module, it calls the program's function
+  with JAXline's arguments; the last are the run's attributes `parts`.
   """
   own = getattr(module, name)
 

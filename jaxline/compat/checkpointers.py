@@ -209,7 +209,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
   """A durable checkpointer that mirrors its checkpoints in the dictionary.
 
   A run without checkpoints starts from the snapshot that the program has put
-  into the dictionary. If there is none, it starts like a durable one.
+  into the dictionary. If there is none either, it starts from scratch.
   """
 
   directory: directory_lib.DurableDirectory
@@ -283,9 +283,9 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
     return restore_next_or_seed
 
   def _published(self, series: str, state: Any) -> dictionary.Published:
-    """Returns the checkpoint of a live state, which may not be written yet.
+    """Returns the checkpoint of a live state, even before it is written.
 
-    It does not keep the experiment, which holds the live arrays.
+    The result does not refer to the experiment, which has the live arrays.
     """
     step = int(state['global_step'])
     module = experiments.full_experiment(state['experiment_module'])
@@ -315,7 +315,7 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
 
 
 def begin_training(checkpointer: Any, experiment_class: Any) -> None:
-  """Prepares a checkpointer for training, apart from earlier trainings.
+  """Prepares a checkpointer for a training separate from earlier ones.
 
   All hosts call this together, before training looks for checkpoints.
   """

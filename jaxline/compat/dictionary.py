@@ -66,8 +66,8 @@ class SnapshotNT(NamedTuple):
 class Published:
   """A snapshot that a run saved; it is read on first use of `pickle_nest`.
 
-  A copy or a pickle of it is a `SnapshotNT`. If a program puts that into the
-  dictionary, a run starts from it.
+  A copy or a pickle of it is a `SnapshotNT`. A run starts from such a copy if a
+  program puts it into the dictionary.
   """
 
   def __init__(

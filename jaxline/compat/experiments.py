@@ -24,7 +24,7 @@ from jaxline.base import stateful
 class _Completed:
   """Adds the defaults of `FullExperiment` to an object of a different class.
 
-  The object's own attributes of these names are the program's, and unused.
+  Attributes that the object itself has under these names are not used.
   """
 
   def __init__(self, live: Any, **own: Any):
@@ -66,7 +66,7 @@ def _missing(live: Any) -> dict[str, Any]:
     name: x
     for name, x in vars(base_class).items()
     if not name.startswith(('__', '_abc'))
-    # The loops report a missing abstract method.
+    # For a missing `step` or `evaluate`, Python raises AttributeError.
     and name not in base_class.__abstractmethods__
     and not hasattr(live, name)
   }
@@ -133,7 +133,7 @@ def initialize_experiment(
     experiment_class: a class or a partial of one. The constructor gets
       `init_rng` if it has such a parameter, which early JAXline experiments
       lack. A `FullExperiment` gets `run_config` under the same condition.
-      `**kwargs` does not count: it may be passed to a narrower constructor.
+      `**kwargs` does not count: it may go to a constructor that has neither.
     mode: the experiment's mode.
     rng: the random key for initializing the weights.
     experiment_kwargs: the other arguments.

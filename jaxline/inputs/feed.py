@@ -112,8 +112,8 @@ class TrainFeed(_Feed):
   is_training = True
   num_read = 0
   _infeed: infeed.Infeed | None = None
-  # The position after the last step's batch is in `_saved` until a step uses a
-  # batch of the open input. From then on it is in `_mark`, which is cheaper.
+  # `_saved` holds the position after the last step's batch until a step uses a
+  # batch of the open input. From then on `_mark` holds it, which is cheaper.
   _saved: Any = None
   _mark: Any = None
 
@@ -276,10 +276,10 @@ class EvalFeed(_Feed):
     """Yields the global batches of one evaluation of a set, all of one shape.
 
     It yields each batch with the number of rows that this process has read,
-    without padding, and a function. The function yields the batch twice: with
-    the weights of only the first half of each process's rows, then with those
-    of the rest. All processes must call it together. A process that runs out of
-    batches before the others yields batches of padding.
+    without padding, and a function. The function yields two copies of the
+    batch. In the first, only the first half of each process's rows has weights;
+    in the second, only the rest. All processes must call it together. A process
+    that runs out of batches before the others yields batches of padding.
     """
     # Read ahead, since training waits for the evaluation.
     host_batches = infeed.read_ahead(

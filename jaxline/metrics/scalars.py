@@ -30,10 +30,12 @@ class Packed:
 
 _NOTHING = Packed()
 
-# In this int32 scalar a step may report whether it was finite: 0 if it was; 2
-# if the loss was not, 3 the gradients, 4 both, 1 one of them; -1 if nothing in
-# its batch has a weight. With 'skip', a positive value is the number of
-# consecutive nonfinite steps. A sharded step returns it.
+# An int32 scalar that a step may return; a sharded step does. Its values:
+#   0: the loss and the gradients are finite.
+#   2: the loss is not finite. 3: the gradients are not. 4: both are not.
+#   1: one or both are not finite.
+#   -1: nothing in the batch has a weight.
+# A positive value with 'skip' counts consecutive nonfinite steps instead.
 NONFINITE = 'nonfinite'
 PARTS = 'nonfinite_parts'  # The 0, 2, 3 or 4 of a step with 'skip'.
 
@@ -41,9 +43,9 @@ PARTS = 'nonfinite_parts'  # The 0, 2, 3 or 4 of a step with 'skip'.
 class Scalars(MutableMapping[str, Any]):
   """A mapping that keeps its 32-bit scalars in one array on the devices.
 
-  The first access to one of these, by `{**scalars}` and `jax.tree` too, runs a
-  small program that splits the array on the devices; on a CPU it waits for the
-  step. `scalars | {...}`, `copy` and assignments keep the array packed.
+  The first access to such a scalar splits the array by a small program on the
+  devices; on a CPU it waits for the step. `{**scalars}` and `jax.tree` split it
+  too. `scalars | {...}`, `copy` and assignments keep the array packed.
   `jax.tree.map` returns a dict; to map several trees, pass `dict(scalars)`.
 
   Attributes:

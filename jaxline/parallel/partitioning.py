@@ -92,15 +92,15 @@ class Rules:
 
 AXIS_NAMES = tuple(field.name for field in dataclasses.fields(Rules))
 WEIGHT_AXES = AXIS_NAMES[AXIS_NAMES.index('layers') :]
-# For weights without names: to split fewer than MIN_SPLIT elements is not worth
-# the communication; a matrix of at most MAX_LAYERS rows may be stacked layers.
+# A weight without names is split if it has at least MIN_SPLIT elements. The
+# first of two axes may count layers if it has at most MAX_LAYERS entries.
 MIN_SPLIT, MAX_LAYERS = 2**16, 256
 
-# A dimension is split by a logical axis, which the rules map to mesh axes; by a
-# mesh axis, under any rules; by several of either; or, for None, not at all.
+# What splits a dimension: a logical axis, which the rules map to mesh axes; a
+# mesh axis, whatever the rules; or a tuple of these. None: it is not split.
 Axis = str | tuple[str, ...] | None
 
-# `expert` extends `data`, except where it splits the experts themselves.
+# Weights that `data` splits are split over `expert` too, except the experts.
 _FSDP = ('data', 'expert')
 _TENSOR = Rules(
   vocab=('mdl',), experts=('expert',), mlp=('mdl',), heads=('mdl',)
@@ -215,7 +215,7 @@ class Partitioner:
     if not self.is_here or jax.process_count() == 1:
       return 0, 1
     # Take a batch with one row per shard, and find the first row of each
-    # process: it comes last and so replaces the others in the dict.
+    # process: sorted in reverse, it is the last that the dict gets and keeps.
     shape = (self.batch_shards,)
     shards: Any = self.batch_sharding.devices_indices_map(shape).items()
     pairs = [(d.process_index, rows.start or 0) for d, (rows,) in shards]
@@ -313,26 +313,26 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists weights that are replicated or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. The list is empty if the rules
-    split no weights (`ddp`, or a mesh of one device).
+    Each line has the sizes that do not divide. If the rules split no weights
+    (`ddp`, or a mesh of one device), or only experts, replicated weights are as
+    intended and not listed.
     """
     lines = []
-    # A preset that splits only experts replicates the rest on purpose.
-    names = (name for name in WEIGHT_AXES if name != 'experts')
-    splits = any(self.size(name) > 1 for name in names)
-    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_logical):
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_logical)
+    names = {*WEIGHT_AXES, *(name for _, x in leaves for name in self._axes(x))}
+    splits = any(self.size(name) > 1 for name in names - {'experts'})
+    for path, x in leaves:
       axes, shape = self._axes(x), unbox(x).shape
-      splits |= any(self.size(name) > 1 for name in axes)
       misfits = ''.join(
         f'; {name} is {length}, no multiple of {self.size(name)}'
         for name, length in zip(axes, shape, strict=True)
         if length % self.size(name)
       )
-      spec = self.spec(axes, shape)
-      if misfits or NamedSharding(self.mesh, spec).is_fully_replicated:
+      sharding = NamedSharding(self.mesh, self.spec(axes, shape))
+      if misfits or (splits and sharding.is_fully_replicated):
         named = axes if is_logical(x) else 'no axes named'
         lines.append(f'{trees.name_of(path)} {tuple(shape)} {named}{misfits}')
-    return lines if splits else []
+    return lines
 
   def idle_axes(self) -> list[str]:
     """Lists the mesh axes that no rule uses; devices along them do the same."""

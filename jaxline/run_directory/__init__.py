@@ -19,7 +19,7 @@ KEYS = (
       'Where to keep checkpoints: `durable` on disk, below `checkpoint_dir`;'
       ' `memory` in this process, for tests and experiments.'),
   Key('max_checkpoints_to_keep', 5, COUNT,
-      'Number of newest checkpoints of a series to keep.'),
+      'Number of newest checkpoints of `latest` to keep.'),
   Key('max_best_checkpoints_to_keep', None, optional(COUNT),
       'Number of checkpoints of `best` to keep. None means'
       ' `max_checkpoints_to_keep` in the per-device style, 1 in the sharded.'),

@@ -6,8 +6,8 @@
     checkpoints/evaluated/MODE.json  evaluations, see `notes.EvaluationNote`
     checkpoints/claims/NAME.lock     the claim to write a log or a series
 
-These files are small and replaced atomically. The logs grow; a checkpoint holds
-their lengths, to which resuming truncates them.
+These files are small and replaced atomically. The logs grow. A checkpoint holds
+their lengths, and a resumed run truncates them to these lengths.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,7 +50,7 @@ class RunDirectory:
       records after the restored step invalid.
     follows: whether a different process or thread saves `latest`.
     reads_only: whether nothing is written.
-    poll_secs: minimum time for which an evaluation waits between two looks.
+    poll_secs: minimum time between two looks for a checkpoint.
     saved_step: the step of this run's checkpoint of `latest` that was restored
       or completed last; None if there is none on disk.
     saved_data: the name of the data of that checkpoint.
@@ -161,7 +161,7 @@ class DurableDirectory(RunDirectory):
       config: the run's resolved config.
       recorded: the config, as `base_config.recorded` returns it.
       mode: the run's mode; 'train' or 'eval' for each half of a threaded run.
-        If the run follows a training run, it names the notes of evaluation.
+        If the run follows a training run, its notes have this name.
     """
     self.config, self.recorded = config, recorded
     self.follows = not mode.startswith('train')
@@ -306,8 +306,8 @@ class DurableDirectory(RunDirectory):
     data = self.saved_data if step == self.saved_step else ''
     metric = '' if value is None else notes.early_stop(self.config).metric
     with _noting:
-      # Steps are evaluated in ascending order. (Their number matters: an
-      # evaluation that continues through its data finds its place by it.)
+      # Keep all: an evaluation that continues through its data finds its place
+      # by the number of notes. Steps are evaluated in ascending order.
       row = notes.EvaluationNote(step, metric, value, data, lengths)
       self._write_notes(self._own, [*self.noted(), row])
 

@@ -1,8 +1,8 @@
 """The logs of a run: its writer and their files.
 
-Objects in a bucket cannot be appended to. So the logs of such a run are
-downloaded, grow in a local directory, and are uploaded before each manifest and
-at the end of the run, when the local copies are removed.
+Objects in a bucket cannot be appended to. So a run in a bucket downloads its
+logs and appends to the copies. It uploads them before each manifest and at its
+end, and then removes the copies.
 """
 
 from collections.abc import Callable, Mapping

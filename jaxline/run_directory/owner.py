@@ -61,7 +61,7 @@ class Heartbeat:
     self._thread = threading.Thread(target=self._run, daemon=True)
 
   def write(self, **value: Any) -> bool:
-    """Writes a value, or the last one again; returns whether it is ours."""
+    """Writes a value, or the last one; returns whether the object is ours."""
     with self._lock:
       self._value = value or self._value
       if not self._is_lost:
@@ -98,7 +98,7 @@ class Heartbeat:
         self._store.delete(self._key)
 
 
-# The claims of this process, which could lock the same file twice. A forked
+# The claims of this process. (A process can lock the same file twice.) A forked
 # child inherits the dict, but not the locks.
 _claimed: dict[str, 'Claim'] = {}
 _claiming = threading.Lock()
@@ -130,7 +130,7 @@ class Claim(contextlib.AbstractContextManager['Claim']):
           self._fd = _lock_file(claims / f'{what}.lock')
       if self._beat is None and self._fd is None:
         key = 'a different config.checkpoint_dir'
-        if what == 'best':  # Only one evaluation may keep it.
+        if what == 'best':  # Only one evaluation may save it.
           key = "config.best_model_eval_metric = ''"
         raise ClaimedError(
           f'{os.fspath(directory)} is in use: another run writes {what!r}.'

@@ -50,12 +50,12 @@ KEYS = (
 def of_run(config: Any) -> Iterator[None]:
   """Uses the cache that a config asks for; all processes call it together.
 
-  If you have set a cache directory in JAX or disabled the cache there, this
-  does not change.
+  If you have set a cache directory in JAX, or disabled JAX's cache, this keeps
+  your setting.
   """
   path = _path(config)
-  # A process with a hit skips autotuning, and the GPUs of processes that
-  # compile the program would wait for it forever.
+  # A process that loads a program skips autotuning. GPU processes that compile
+  # the program would wait for it forever.
   is_shared = jax.process_count() == 1 or _is_shared(path)
   if path is not None and not is_shared:
     logging.warning(
@@ -73,8 +73,8 @@ def of_run(config: Any) -> Iterator[None]:
       MAX_BYTES if os.access(path, os.W_OK) else -1
     ),
     'jax_persistent_cache_min_compile_time_secs': _MIN_COMPILE_SECS,
-    # These are XLA's files for GPUs: on a full disk they would fail the
-    # compilation, and the directory's name would be part of a program's key.
+    # Keep no files of XLA for GPUs: on a full disk, the compilation would fail,
+    # and the name of the directory would be part of a program's key.
     'jax_persistent_cache_enable_xla_caches': 'none',
   }
   settings = {k: x for k, x in settings.items() if k.upper() not in os.environ}
@@ -147,8 +147,8 @@ def _is_shared(path: pathlib.Path | None) -> bool:
 def _remove_damaged(path: pathlib.Path, since: float) -> None:
   """Removes entries that JAX cannot read, if used after `since` (in s).
 
-  It checks entries without a time of use too, which a killed process leaves.
-  One of them would keep JAX from removing the oldest entries.
+  It checks entries without a time of use too. A killed process leaves them, and
+  one of them would keep JAX from removing the oldest entries.
   """
   ours = jax_cache.compress_executable(b'')
   theirs = _ZLIB if ours.startswith(_ZSTD) else _ZSTD

@@ -60,8 +60,8 @@ def exit_code_and_message(
 def exit_on_error() -> Iterator[None]:
   """Prints the error that leaves the block, and sets the exit code.
 
-  In a run of several processes this one exits at once, unless all processes
-  exit after the same step.
+  In a run of several processes, this process exits at once, unless all exit
+  after the same step.
   """
   try:
     yield
@@ -86,7 +86,7 @@ def abort_process(error: BaseException) -> NoReturn:
   """Ends this process at once, while other processes are still in the run.
 
   In a normal exit JAX would wait for the other processes, which wait for this
-  one. They notice its end by a lost connection or a missing heartbeat.
+  one. The others notice its end by a lost connection or a missing heartbeat.
   """
   code, text = exit_code_and_message(error, others=True)
   if not (text or isinstance(error, SystemExit)):

@@ -41,9 +41,9 @@ class Guard(periodic.Action):
   Otherwise each host checks, on its devices, the scalars whose name contains
   'loss' or 'grad', unless their buffer was donated to a later step.
 
-  A step is checked `steps_late` steps later, when the loop waits for its end
-  anyway. Call `wait` before you save. Once a step's NONFINITE was -1, the
-  scalar `zero_weight_steps` counts such steps since this start.
+  It checks a step `steps_late` steps later, when the loop waits for the step's
+  end anyway. Call `wait` before you save. After the first step whose NONFINITE
+  is -1, the scalar `zero_weight_steps` counts such steps since this start.
   """
 
   def __init__(

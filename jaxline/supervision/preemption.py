@@ -28,8 +28,8 @@ EXIT_CODE = 75
 # A shell gives this code to a program that Ctrl-C ended.
 SIGINT_EXIT_CODE = 130
 
-# These signals can end a run: faults and job control do not raise them, and
-# neither the system nor Python needs them. macOS lacks one.
+# Signals that may end a run: faults, job control, the system and Python do not
+# use them. macOS lacks one.
 _NAMES = (
   *('SIGTERM', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGQUIT', 'SIGALRM'),
   *('SIGVTALRM', 'SIGPROF', 'SIGXCPU', 'SIGIO', 'SIGPWR'),
@@ -43,8 +43,8 @@ _OTHERS = [SIGNALS[x] for x in ('SIGHUP', 'SIGUSR1') if x in SIGNALS]
 # loop or a notebook as it does in a program.
 _REPLACED = ('_signal', 'asyncio', 'ipykernel', 'jaxline')
 
-# JAX's notice names the step to leave after: 1 if it comes before training. A
-# run resumed at step 500 never polls with 1, so `reached` polls with a count.
+# `reached` polls JAX with a count of its calls. JAX answers a notice before the
+# first poll with 1: a run resumed at step 500 would never poll with that step.
 _calls = itertools.count(1)
 
 _active: Watch | None = None
@@ -68,8 +68,8 @@ class Watch:
   default handler, so the second ends the process at once, even in C code.
 
   Once `jax.distributed` is initialized, JAX handles SIGTERM, and all hosts
-  agree on the step after which they leave. Other signals then send SIGTERM.
-  Outside the main thread, a watch gets only JAX's notice.
+  agree on the step after which they leave. The handlers of other signals then
+  send SIGTERM. Outside the main thread, a watch gets only JAX's notice.
   """
 
   def __init__(self) -> None:
@@ -202,8 +202,8 @@ def begin_run(takes_steps: bool = True, signals: str = '') -> Watch:
   """Ends the start-up of the active watch and returns it.
 
   Call it after `jax.distributed` is initialized. `signals` names further
-  signals that end the run. A run that only evaluates takes no steps and never
-  calls `reached`, so the watch takes SIGTERM from JAX, which would swallow it.
+  signals that end the run. The hosts of an evaluation have no common step to
+  leave after, so the watch takes SIGTERM from JAX, which would swallow it.
   """
   watch = active_watch()
   watch._signals += [SIGNALS[name] for name in filter(None, signals.split(','))]

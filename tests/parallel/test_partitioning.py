@@ -154,6 +154,10 @@ def test_weights_left_whole_are_listed():
   assert line.endswith('; mlp is 3, no multiple of 2')
   tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
   assert len(partitioner('ddp').undersharded_weights(tree)) == 1
+  # Only misfits if just the experts are split.
+  tree = {'a': Logical(jnp.ones([3]), ('experts',)), 'b': jnp.ones([3])}
+  (line,) = partitioner('ep', {'expert': 2}).undersharded_weights(tree)
+  assert line.endswith('; experts is 3, no multiple of 2')
   # None where nothing is split.
   for p in (partitioner('ddp'), partitioner(mesh={'replica': 2})):
     assert p.undersharded_weights(WEIGHTS) == []
