@@ -9,7 +9,6 @@ import pytest
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import repeats
 from examples.pax.layers import transformers
 
@@ -20,23 +19,20 @@ ONE = Context(position=jnp.ones([]))
 class Traces(base_layer.BaseLayer):
   """Multiplies by `w` and adds; has a count, a summary and an aux loss."""
 
-  class HParams(hparams.BaseHParams):
-    """Hyperparameters."""
-
-    counts: bool = True
-    penalises: bool = True
+  counts: bool = True
+  penalises: bool = True
 
   def setup(self) -> None:
     weight = base_layer.WeightHParams(())
     self.create_variable('w', weight)
-    if self.hparams.counts:
+    if self.counts:
       self.create_variable('calls', weight, trainable=False)
 
   def __call__(self, x, context):
     w = self.theta.w
-    if self.hparams.counts:
+    if self.counts:
       self.update_var('calls', self.theta.calls + 1)
-    if self.hparams.penalises:
+    if self.penalises:
       self.add_aux_loss('square', w * w, 2.0)
     self.add_summary('w', w)
     self.add_summary('quiet', w, verbosity=5)
@@ -139,12 +135,6 @@ def test_a_pipeline_of_any_layer():
     (
       {'pipeline_microbatch_size': 3},
       'is 3; expected a divisor of the batch 4',
-    ),
-    ({'num_pipeline_microbatches': 0}, 'a positive number'),
-    ({}, 'exactly one of them'),
-    (
-      {'num_pipeline_microbatches': 2, 'pipeline_microbatch_size': 2},
-      'exactly one of them',
     ),
   ],
 )
