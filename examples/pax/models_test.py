@@ -51,30 +51,46 @@ class Table(base_layer.BaseLayer):
     softmax = embedding_softmax.SharedEmbeddingSoftmax.HParams()
     self.create_child('softmax', softmax, num_classes=VOCAB, input_dims=16)
 
-  def hidden(self, ids, **segments):
+  def hidden(self, ids):
     self.add_aux_loss('one', jnp.float32(0.25), 3.0)
     self.add_aux_loss('other', 0.625)
-    x = self.softmax.emb_lookup(ids)
-    for factor, entry in zip((1.0, 100.0), segments.values(), strict=False):
-      x += factor * entry.astype(jnp.float32)[..., None]
-    return x
+    return self.softmax.emb_lookup(ids)
 
   def compute_loss(self, x, labels, weights):
     return self.softmax.compute_loss(x, labels, weights)
 
 
-def table_model(**kwargs):
-  table = Table.HParams(**kwargs)
-  return models.LanguageModel.HParams(lm_tpl=table).Instantiate()
+def language_model(stack, **fields):
+  lm = transformers.TransformerLm.HParams(
+    stacked_transformer_tpl=stack, **SIZES
+  )
+  return models.LanguageModel.HParams(lm_tpl=lm.set(**fields))
+
+
+def repeated(block, times=2):
+  return transformers.StackedTransformerRepeated.HParams(
+    block=block, x_times=times
+  )
+
+
+def rotary_pipeline():
+  stack = STACK.clone()
+  attention = stack.transformer_layer_params_tpl.tr_atten_tpl
+  attention.set(num_kv_heads=1, use_rotary_position_emb=True)
+  return transformers.PipelinedTransformer.HParams(
+    pipeline_stage=repeated(stack, 1),
+    num_pipeline_stages=2,
+    num_pipeline_microbatches=3,
+  )
 
 
 def sequence_model():
   network = transformers.TransformerEncoderDecoder.HParams(
     encoder_stacked_transformer_tpl=STACK,
-    decoder_stacked_transformer_tpl=STACK,
+    decoder_stacked_transformer_tpl=repeated(STACK),
     **SIZES,
   )
-  return models.SequenceModel.HParams(model_tpl=network).Instantiate()
+  return models.SequenceModel.HParams(model_tpl=network)
 
 
 def tokens(seed, *shape):
@@ -82,12 +98,12 @@ def tokens(seed, *shape):
   return jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32)
 
 
-def random_variables(model):
+def random_variables(model, seed=0):
   """Returns variables whose predictions are far from uniform.
 
   Compiling `init` would take longer than the rest of a test.
   """
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(seed)
 
   def draw(weight):
     scale = 1 / np.sqrt(weight.shape[0]) if len(weight.shape) > 1 else 0.1
@@ -145,7 +161,7 @@ def check_token_metrics(metrics, per_example, logits, labels, weights, aux=0.0):
 
 
 def test_language_model_metrics():
-  model = table_model()
+  model = models.LanguageModel.HParams(lm_tpl=Table.HParams()).Instantiate()
   variables = random_variables(model)
   batch = {
     'ids': tokens(0, 3, 5),
@@ -174,130 +190,125 @@ def test_language_model_metrics():
   assert metrics['avg_xent'] == (0, 0)
   assert metrics['num_predictions'] == (0, 1)
   assert all((g == 0).all() for g in jax.tree.leaves(grads))
-
-
-def test_rows_have_weights_where_tokens_have_none():
-  model = table_model()
-  variables = random_variables(model)
-  batch = {'ids': tokens(0, 2, 4), 'labels': tokens(1, 2, 4)}
-
-  @jax.jit
-  def run(batch):
-    metrics, per_example = model.apply(variables, batch)
-    return metrics['avg_xent'], per_example['per_token_xent']
-
-  (mean, weight), xent = run(batch)
-  assert weight == 8
-  assert mean == pytest.approx(float(xent.mean()), rel=1e-5)
-  (mean, weight), xent = run(batch | {'weights': jnp.float32([0, 1])})
-  assert weight == 4
-  assert mean == pytest.approx(float(xent[1].mean()), rel=1e-5)
-
-
-def test_packed_input_is_handed_on():
-  batch = {
-    'ids': jnp.zeros([1, 3], jnp.int32),
-    'segment_ids': jnp.int32([[1, 1, 2]]),
-    'segment_pos': jnp.int32([[0, 1, 0]]),
-  }
-
-  def hidden(**kwargs):
-    model = table_model(**kwargs)
-    return model.apply(
-      random_variables(model), batch, method='compute_predictions'
-    )['hidden'][0, :, 0]
-
-  np.testing.assert_allclose(
-    hidden(packed_input=True) - hidden(), [1, 101, 2], rtol=1e-5
-  )
-  del batch['segment_pos']
-  with pytest.raises(
-    ValueError,
-    match=r"lacks \['segment_pos'\]; it has \['ids', 'segment_ids'\]",
+  # Rows may have weights where tokens have none. By default, all count equally.
+  run = jax.jit(model.apply)
+  del batch['weights']
+  for given, weights in (
+    ({'weights': jnp.float32([0, 1, 2])}, np.outer([0, 1, 2], np.ones(5))),
+    ({}, np.ones([3, 5])),
   ):
-    hidden(packed_input=True)
+    metrics, per_example = run(variables, batch | given)
+    check_token_metrics(
+      metrics, per_example, logits, batch['labels'], weights, aux=0.875
+    )
 
 
-def continue_without_cache(next_logits, prompts, steps, stop):
-  """Decodes each prompt greedily by itself."""
-  found = []
-  for row, prompt in enumerate(prompts):
-    new, score = [], 0.0
-    while len(new) < steps and stop not in new:
-      logp = log_softmax(next_logits(row, [*prompt, *new]))
-      new.append(int(logp.argmax()))
-      score += logp.max()
-    found.append((new, score))
-  return found
-
-
-def check_decoded(decoded, expected):
-  for row, (new, score) in enumerate(expected):
-    assert decoded.lengths[row, 0] == len(new)
-    assert decoded.ids[row, 0, : len(new)].tolist() == new
-    assert decoded.scores[row, 0] == pytest.approx(score, rel=1e-3)
+def test_packed_input_needs_segments():
+  model = small_model(packed=True)
+  batch = {'ids': jnp.zeros([1, 3], jnp.int32), 'segment_ids': None}
+  with pytest.raises(ValueError, match=r"lacks \['segment_pos'\]; it has"):
+    model.apply(praxis_variables(model), batch)
 
 
 PROMPTS = [[3, 1, 4, 1], [5], [9, 2]]
 LENGTH = 10
 
 
-def padded(rows):
-  ids = np.zeros([len(rows), max(map(len, rows))], np.int32)
-  for row, prompt in enumerate(rows):
-    ids[row, : len(prompt)] = prompt
-  return {'ids': jnp.asarray(ids), 'lengths': jnp.int32([*map(len, rows)])}
+def padded(rows, length):
+  return jnp.int32([[*row, *[0] * (length - len(row))] for row in rows])
 
 
-def test_language_model_decodes():
-  lm = transformers.TransformerLm.HParams(
-    stacked_transformer_tpl=STACK, **SIZES
+@pytest.mark.parametrize(
+  'model_p',
+  [
+    # A loop of loops, with sinusoids.
+    language_model(repeated(repeated(STACK))),
+    language_model(
+      STACK.clone().set(num_layers=2),
+      position_emb_tpl=(
+        embedding_softmax.TrainablePositionalEmbedding.HParams(
+          max_seq_length=LENGTH
+        )
+      ),
+    ),
+    language_model(rotary_pipeline(), position_emb_tpl=None),
+    sequence_model(),
+  ],
+  ids=['loop', 'unrolled', 'pipeline', 'sequence'],
+)
+def test_decoding_is_that_without_a_cache(model_p):
+  model = model_p.Instantiate()
+  variables = random_variables(model, seed=4)
+  (softmax,) = (
+    of for path, of in variables['params'].items() if path.endswith('softmax')
   )
-  model = models.LanguageModel.HParams(lm_tpl=lm).Instantiate()
-  variables = random_variables(model)
-  network = lm.clone().set(name='language_model/lm').Instantiate()
-  forward = jax.jit(lambda ids: network.apply(variables, ids))
+  paddings = jnp.zeros([3, 5]).at[0, 3:].set(1).at[2, 1:].set(1)
 
-  def next_logits(row, prefix):
-    del row
-    ids = np.zeros([1, LENGTH], np.int32)
-    ids[0, : len(prefix)] = prefix  # Tokens do not see later ones.
-    return forward(ids)[0, len(prefix) - 1]
-
-  steps = LENGTH - max(map(len, PROMPTS))
-  ((free, _),) = continue_without_cache(next_logits, PROMPTS[:1], steps, -1)
-  stop = next(token for token in free if token != free[0])
-  expected = continue_without_cache(next_logits, PROMPTS, steps, stop)
-  assert 1 < len(expected[0][0]) < steps
-  assert len({tuple(new) for new, _ in expected}) == len(PROMPTS)
-  # The default decoder is the model's.
-  greedy = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=stop)
-  own = model.hparams.clone().set(decoder_tpl=greedy).Instantiate()
-  check_decoded(jax.jit(own.decode)(variables, padded(PROMPTS)), expected)
-
-
-def test_sequence_model_is_evaluated_and_decodes():
-  model = sequence_model()
-  variables = random_variables(model)
-  source, target = tokens(0, 2, 5), tokens(1, 2, LENGTH)
-  paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
-  softmax = variables['params']['sequence_model/model/softmax']
+  def batch(**target):
+    if isinstance(model, models.LanguageModel):
+      return target
+    return {
+      'src': {'ids': tokens(0, 3, 5), 'paddings': paddings},
+      'tgt': target,
+    }
 
   @jax.jit
-  def run(source, target):
-    batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
-    predictions = model.apply(variables, batch, method='compute_predictions')
-    metrics, per_example = model.apply(
-      variables, predictions, batch, method='compute_loss'
-    )
-    logits = predictions['hidden'] @ softmax['w'] + softmax['bias'][None, None]
-    return metrics, per_example, logits
+  def logits(ids):
+    found = model.apply(variables, batch(ids=ids), method='compute_predictions')
+    return found['hidden'] @ softmax['w'] + softmax['bias'][None, None]
 
+  # Each row is continued from its own prompt with the likeliest tokens.
+  rows, steps = [list(row) for row in PROMPTS], LENGTH - 4
+  scores = np.zeros([3, steps])
+  for step in range(steps):
+    logp = log_softmax(logits(padded(rows, LENGTH)))
+    for row, prefix in enumerate(rows):
+      scores[row, step] = logp[row, len(prefix) - 1].max()
+      prefix.append(int(logp[row, len(prefix) - 1].argmax()))
+  found = [
+    row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)
+  ]
+  stop = next(token for token in found[0] if token != found[0][0])
+  # The decoder is the model's. Two samples share a prompt's cache.
+  model_p = model_p.clone().set(
+    decoder_tpl=models.SampleDecoderHParams(
+      max_decode_steps=steps, eos_id=stop, temperature=0.0, num_samples=2
+    )
+  )
+  lengths = jnp.int32([*map(len, PROMPTS)])
+  decoded = jax.jit(model_p.Instantiate().decode)(
+    variables, batch(ids=padded(PROMPTS, 4), lengths=lengths), KEY
+  )
+  for row, new in enumerate(found):
+    length = new.index(stop) + 1 if stop in new else steps
+    for sample in range(2):
+      assert decoded.lengths[row, sample] == length
+      assert decoded.ids[row, sample, :length].tolist() == new[:length]
+      score = scores[row, :length].sum()
+      assert decoded.scores[row, sample] == pytest.approx(score, rel=1e-4)
+  assert 1 < decoded.lengths[0, 0] < steps
+
+
+def test_sequence_model_metrics():
+  model = sequence_model().Instantiate()
+  variables = random_variables(model)
+  source = tokens(0, 2, 5)
+  paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
   target = {
-    'ids': target,
+    'ids': tokens(1, 2, LENGTH),
     'labels': tokens(2, 2, LENGTH),
     'weights': jnp.ones([2, LENGTH]).at[0, 3:].set(0),
   }
+  softmax = variables['params']['sequence_model/model/softmax']
+
+  @jax.jit
+  def run(source, target, **kwargs):
+    batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
+    apply = functools.partial(model.apply, variables)
+    found = apply(batch, method='compute_predictions')
+    logits = found['hidden'] @ softmax['w'] + softmax['bias'][None, None]
+    return *apply(found, batch | kwargs, method='compute_loss'), logits
+
   metrics, per_example, logits = run(source, target)
   check_token_metrics(
     metrics, per_example, logits, target['labels'], target['weights']
@@ -305,28 +316,10 @@ def test_sequence_model_is_evaluated_and_decodes():
   # Padding of the source does not count.
   other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
   assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
-
   # A padding row does not count either.
-  batch = {'tgt': {'labels': target['labels']}, 'weights': jnp.float32([0, 1])}
-  x = jnp.ones([2, LENGTH, softmax['w'].shape[0]])
-  found, _ = jax.jit(
-    lambda batch: model.apply(
-      variables, {'hidden': x}, batch, method='compute_loss'
-    )
-  )(batch)
+  del target['weights']
+  found, *_ = run(source, target, weights=jnp.float32([0, 1]))
   assert found['num_predictions'] == (LENGTH, 1)
-
-  def next_logits(row, prefix):
-    ids = np.zeros([2, LENGTH], np.int32)
-    ids[row, : len(prefix)] = prefix
-    return run(source, target | {'ids': ids})[2][row, len(prefix) - 1]
-
-  steps, prompts = 5, [[0], [0, 6]]
-  expected = continue_without_cache(next_logits, prompts, steps, stop=-1)
-  options = models.GreedyDecoderHParams(max_decode_steps=steps).to_options()
-  batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': padded(prompts)}
-  decode = jax.jit(model.decode, static_argnames='options')
-  check_decoded(decode(variables, batch, options=options), expected)
 
 
 @pytest.mark.parametrize(

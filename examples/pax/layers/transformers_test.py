@@ -1,6 +1,7 @@
-"""Transformers: against NumPy and Praxis, and in all ways to run.
+"""Transformers: against NumPy, in a loop and in a pipeline, and their parts.
 
-Shapes: as in transformers.py.
+`models_test` compares decoding, and further numbers of Praxis. Shapes: as in
+transformers.py.
 """
 
 import functools
@@ -128,13 +129,6 @@ def _random_like(layer):
 def _ids(batch=B, length=L, seed=1):
   rng = np.random.default_rng(seed)
   return jnp.asarray(rng.integers(0, V, [batch, length]), jnp.int32)
-
-
-def _assert_trees_close(actual, expected, **tolerance):
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected
-  )
 
 
 WEIGHTS = jnp.ones([B, L]).at[0, :3].set(0)
@@ -294,56 +288,10 @@ def test_the_loss_is_that_of_another_program(lm, documents, options):
 # ---- Ways to run the same layers.
 
 
-def _stacked(variables, times):
-  """Stacks the weights of unrolled layers for a repeated one."""
-  unrolled = variables[base_layer.PARAMS]
-  stack = 'transformer_lm/transformer'
-  params = {
-    path: of
-    for path, of in unrolled.items()
-    if not path.startswith(f'{stack}/')
-  }
-  for path in unrolled:
-    if path.startswith(f'{stack}/x_layers_0/'):
-      inner = path.removeprefix(f'{stack}/x_layers_0/')
-      params[f'{stack}/repeat/sub/x_layers_0/{inner}'] = jax.tree.map(
-        lambda *x: np.stack(x),
-        *(unrolled[f'{stack}/x_layers_{i}/{inner}'] for i in range(times)),
-      )
-  return {base_layer.PARAMS: params, base_layer.NON_TRAINABLE: {}}
-
-
 def _pipelined(stage, **sizes):
   return transformers.PipelinedTransformer.HParams(
     pipeline_stage=stage, num_pipeline_stages=2, **sizes
   )
-
-
-def _loss_and_grads(stack, variables):
-  program = jax.jit(jax.value_and_grad(_loss(_packed_lm(stack), **DOCUMENTS)))
-  return program(variables, _ids(), None)
-
-
-def test_unrolled_and_repeated_layers_compute_the_same():
-  unrolled = _block(2).set(checkpoint_policy='full')
-  variables = _random_like(_packed_lm(unrolled).Instantiate())
-  actual, grads = _loss_and_grads(unrolled, variables)
-  expected = _loss_and_grads(_repeated(2, 'dots'), _stacked(variables, 2))
-  actual = actual, _stacked(grads, 2)
-  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('sizes', [{}, {'circular_repeat': 2}])
-@pytest.mark.parametrize('is_loop', [True, False])
-def test_pipelined_layers_have_the_gradients_of_repeated_ones(sizes, is_loop):
-  times = 4 // (2 * sizes.get('circular_repeat', 1))
-  stage = _repeated(times, 'dots') if is_loop else _block(times)
-  stack = _pipelined(stage, num_pipeline_microbatches=2, **sizes)
-  variables = _random_like(_packed_lm(stack).Instantiate())
-  actual = _loss_and_grads(stack, variables)
-  expected = _loss_and_grads(_repeated(4), variables)
-  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_pipeline_drops_what_a_loop_does():
@@ -386,117 +334,6 @@ def test_axes_give_shardings_that_compute_the_same():
       actual = jax.block_until_ready(run(variables, _ids()))
     assert len(actual.sharding.device_set) == 2
     np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
-# ---- Decoding.
-
-PROMPTS = (3, 1, 5, 2)  # Length of each row's prompt.
-
-
-def _stepwise(layer, variables, cache, ids):
-  """Returns the logits of the prompts, and of each later token."""
-  step = functools.partial(layer.apply, variables, method='extend_step')
-  lengths_B, longest = jnp.asarray(PROMPTS), max(PROMPTS)
-  # The padding of the prompts has wrong tokens.
-  is_prompt = jnp.arange(longest)[None] < lengths_B[:, None]
-  prompts = jnp.where(is_prompt, ids[:, :longest], V - 1)
-  prefill, cache = step(prompts, cache, 0)
-
-  def one(cache, i):
-    start_B = lengths_B + i
-    # Rows that are done repeat their last token, even beyond the cache.
-    token_B1 = jnp.take_along_axis(
-      ids, jnp.minimum(start_B, L - 1)[:, None], axis=1
-    )
-    logits_B1V, cache = step(token_B1, cache, start_B)
-    return cache, logits_B1V[:, 0]
-
-  _, steps = jax.lax.scan(one, cache, jnp.arange(L - 1))
-  return prefill, jnp.swapaxes(steps, 0, 1)
-
-
-def _assert_decoded(whole, decoded):
-  prefill, steps = decoded
-  for row, length in enumerate(PROMPTS):
-    np.testing.assert_allclose(
-      prefill[row, :length], whole[row, :length], atol=2e-5
-    )
-    np.testing.assert_allclose(
-      steps[row, : L - length], whole[row, length:], atol=2e-5
-    )
-
-
-@pytest.mark.parametrize(
-  ('positions', 'stack'),
-  [
-    ('sinusoidal', 'repeated'),
-    ('trained', 'unrolled'),
-    ('rotary', 'pipelined'),
-  ],
-)
-def test_cached_decoding_is_the_uncached_token_by_token(positions, stack):
-  if stack == 'repeated':
-    nested = transformers.StackedTransformerRepeated.HParams(
-      block=_repeated(2), x_times=2
-    )
-    lm = _lm(nested)
-  elif stack == 'unrolled':
-    lm = _lm(_block(2), position_emb_tpl=TRAINED)
-  else:
-    rotary = _repeated(1, heads=4, num_kv_heads=2, use_rotary_position_emb=True)
-    stack = _pipelined(rotary, num_pipeline_microbatches=2)
-    lm = _lm(stack, position_emb_tpl=None)
-  layer = lm.Instantiate()
-  variables = _random_like(layer)
-
-  @jax.jit
-  def run(variables, ids):
-    cache = layer.apply(variables, B, L, method='empty_cache')
-    assert {
-      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
-    } == {B}
-    return layer.apply(variables, ids), _stepwise(layer, variables, cache, ids)
-
-  whole, decoded = run(variables, _ids())
-  _assert_decoded(whole, decoded)
-
-
-def test_an_encoder_decoder_sees_its_source_and_the_past_only():
-  layer = transformers.TransformerEncoderDecoder.HParams(
-    vocab_size=V,
-    model_dims=D,
-    encoder_stacked_transformer_tpl=_block(1),
-    decoder_stacked_transformer_tpl=_repeated(2),
-  ).Instantiate()
-  variables = _random_like(layer)
-  source, lengths = _ids(length=6, seed=2), np.array([6, 4, 1, 3])
-  paddings = jnp.asarray(np.arange(6)[None] >= lengths[:, None], jnp.float32)
-
-  @jax.jit
-  def run(variables, source, paddings, ids):
-    whole = layer.apply(variables, source, paddings, ids)
-    encoded = layer.apply(variables, source, paddings, method='encode')
-    cache = layer.apply(variables, encoded, paddings, L, method='empty_cache')
-    assert {
-      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
-    } == {B}
-    return whole, _stepwise(layer, variables, cache, ids)
-
-  ids = _ids()
-  whole, decoded = run(variables, source, paddings, ids)
-  _assert_decoded(whole, decoded)
-  # The tokens in padding have no effect. The source has an effect everywhere,
-  # and later target tokens have none.
-  garbage = jnp.where(paddings == 1, V - 1, source)
-  np.testing.assert_allclose(
-    run(variables, garbage, paddings, ids)[0], whole, atol=1e-5
-  )
-  other = run(variables, (source + 1) % V, paddings, ids)[0]
-  assert (np.abs(other - whole).max(axis=-1) > 1e-3).all()
-  late = ids.at[:, 5].set((ids[:, 5] + 1) % V)
-  other = run(variables, source, paddings, late)[0]
-  np.testing.assert_allclose(other[:, :5], whole[:, :5], atol=1e-5)
-  assert (np.abs(other - whole)[:, 5].max(axis=-1) > 1e-3).all()
 
 
 # ---- Parts.
@@ -571,26 +408,16 @@ def test_what_makes_no_model_is_refused():
 @pytest.mark.parametrize(
   ('fields', 'method', 'args', 'match'),
   [
-    ({'packed_input': True}, 'hidden', (_ids(),), 'there is no segment_ids'),
-    ({}, 'hidden', (_ids(), _ids()), 'a value of segment_ids'),
+    ({'packed_input': True}, 'hidden', [_ids()], 'there is no segment_ids'),
+    ({}, 'hidden', [_ids(), _ids()], 'a value of segment_ids'),
     (
       {'stacked_transformer_tpl': _repeated(2, 'nothin')},
       'hidden',
-      (_ids(),),
+      [_ids()],
       r"remat must be one of .*; got 'nothin'",
     ),
-    (
-      {'position_emb_tpl': TRAINED},
-      'hidden',
-      (_ids(length=L + 1),),
-      r'Got sequences of 9 tokens; .* 8\.',
-    ),
-    (
-      {'position_emb_tpl': TRAINED},
-      'empty_cache',
-      (1, L + 1),
-      r'Got sequences of 9 tokens; .* 8\.',
-    ),
+    ({'position_emb_tpl': TRAINED}, 'hidden', [_ids(length=L + 1)], '9 tokens'),
+    ({'position_emb_tpl': TRAINED}, 'empty_cache', [1, L + 1], '9 tokens'),
   ],
 )
 def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
