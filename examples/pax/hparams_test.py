@@ -1,6 +1,5 @@
 """Tests of hyperparameters, by themselves and through Fiddle."""
 
-import copy
 import dataclasses
 import enum
 import pathlib
@@ -9,8 +8,6 @@ import subprocess
 import sys
 
 import fiddle as fdl
-from fiddle import diffing
-from fiddle import printing
 import jax.numpy as jnp
 import pytest
 
@@ -66,18 +63,10 @@ def test_the_documents_fiddle_snippet():
 
 def test_a_parents_fields_need_not_be_named():
   p = FeedForward.HParams(has_bias=False, fprop_dtype=jnp.bfloat16)
-  assert p.dtype is jnp.float32
-  assert p.names()[-5:] == [
-    'input_dims',
-    'output_dims',
-    'has_bias',
-    'linear_tpl',
-    'activation_tpl',
-  ]
+  own = ['has_bias', 'linear_tpl', 'activation_tpl']
+  assert p.names()[-5:] == ['input_dims', 'output_dims', *own]
   assert dataclasses.is_dataclass(p)
   assert isinstance(p, base_layer.BaseLayer.HParams)
-  assert isinstance(p.linear_tpl, Linear.HParams)
-  assert isinstance(p.activation_tpl, activations.BaseActivation.HParams)
   # Every owner has a separate template.
   assert p.linear_tpl is not FeedForward.HParams().linear_tpl
 
@@ -108,10 +97,6 @@ class Tree(hparams.Configurable):
 class Tall(Tree):
   class HParams(BaseHParams):
     height: float = 1.5
-
-
-class Taller(Tall):
-  pass
 
 
 def _tree(**kwargs):
@@ -189,9 +174,7 @@ def test_instantiate_copies_and_freezes():
 
 def test_inheritance():
   assert Tall.HParams().names() == [*Tree.HParams().names(), 'height']
-  assert Taller.HParams().names() == Tall.HParams().names()
-  assert type(Taller.HParams().Instantiate()) is Taller
-  assert isinstance(Taller.HParams(), Tall.HParams)
+  assert isinstance(Tall.HParams(), Tree.HParams)
   assert Tree.HParams.__doc__ == 'Hyperparameters of a tree.'
 
   class Wide(hparams.Configurable):
@@ -287,19 +270,6 @@ def test_text():
   )
 
 
-def test_a_fiddle_config_is_printed_and_compared():
-  config = Tree.HParams.config()
-  config.left.size = 3
-  assert 'left.size: int = 3' in printing.as_str_flattened(config)
-  other = copy.deepcopy(config)
-  assert other == config
-  other.left.size = 4
-  (change,) = diffing.build_diff(config, other).changes
-  assert ''.join(part.code for part in change.target) == '.left.size'
-  assert change.new_value == 4
-  assert fdl.build(fdl.copy_with(config, others=[1])).hparams.others == [1]
-
-
 def test_what_fiddle_builds_is_what_hparams_make():
   config = _tree()
   made = fdl.build(config)
@@ -358,18 +328,3 @@ import configs.c4
   )
   assert ended.returncode
   assert "pip install -e '.[pax]'" in ended.stderr
-
-
-def test_fields_stand_on_the_class_or_in_its_hparams():
-  class Parent(hparams.Configurable):
-    size: int = 1
-
-  with pytest.raises(TypeError, match=r"\['size'\] and a class HParams"):
-
-    class Child(Parent):
-      size: int = 2
-
-      class HParams(hparams.BaseHParams):
-        other: int = 3
-
-    del Child

@@ -240,6 +240,9 @@ def test_a_layer_is_its_formula(p, axes, inputs, formula):
     name = f'{layer}/{name}'.removeprefix('x/')
     x = rng.uniform(0.5, 1.5, weight.shape)  # A variance is positive.
     found[name], w[name] = weight.axes, np.float32(x).astype(np.float64)
+    if name.rpartition('/')[2] not in ('w', 'emb_var'):
+      ones = 'moving_variance', 'scale' if p.cls is layers.RmsNorm else ''
+      assert weight.init == WeightInit.Constant(float(name in ones))
     return np.float32(x)
 
   variables = jax.tree_util.tree_map_with_path(draw, layer.abstract_init())
@@ -334,23 +337,6 @@ def test_initial_weights_are_those_of_praxis(p, limits):
   if name == 'combined_qkv':  # Its parts differ.
     q, k, _ = np.moveaxis(np.asarray(w), 1, 0)
     assert abs(np.corrcoef(q.ravel(), k.ravel())[0, 1]) < 0.1
-
-
-def test_the_defaults_of_variables():
-  def values(p):
-    made = jax.jit(p.set(name='n').Instantiate().init)(KEY)
-    return {
-      name: float(x[0])
-      for of in made.values()
-      for name, x in of.get('n', {}).items()
-    }
-
-  assert values(layers.LayerNorm.HParams(dim=5)) == {'scale': 0, 'bias': 0}
-  assert values(layers.RmsNorm.HParams(dim=5)) == {'scale': 1}
-  norm = {'gamma': 0, 'beta': 0, 'moving_mean': 0, 'moving_variance': 1}
-  assert values(layers.BatchNorm.HParams(dim=5)) == norm
-  half = layers.BatchNorm.HParams(dim=5, gamma_init=WeightInit.Constant(-1.0))
-  assert values(half) == norm | {'gamma': -1}
 
 
 # Batch normalization in training.
@@ -465,18 +451,9 @@ PIPELINE = transformers.PipelinedTransformer.HParams
     (layers.PositionalEmbedding.HParams(embedding_dims=7), 'an even'),
     (layers.ResNet.HParams(blocks=(1, 2)), 'one per group'),
     (layers.ResNet.HParams(channels=(256, 512, 1024, 2049)), 'multiple of 4'),
-    (layers.ResNet.HParams(pixel_mean=(1.0,) * 3), 'a number per channel'),
     (
       layers.ResNet.HParams(pixel_mean=(1.0,), pixel_std=(1.0,)),
       'a number per channel',
-    ),
-    (
-      layers.DotProductAttention.HParams(**SMALL, attention_impl='cudnn'),
-      "'cudnn'",
-    ),
-    (
-      layers.DotProductAttention.HParams(**SMALL | {'num_heads': 0}),
-      'num_heads',
     ),
     (
       layers.DotProductAttention.HParams(**SMALL | {'dim_per_head': None}),
@@ -490,10 +467,6 @@ PIPELINE = transformers.PipelinedTransformer.HParams
     ),
     (layers.StackedTransformer.HParams(), 'num_layers'),
     (PIPELINE(), 'exactly one of num_pipeline'),
-    (
-      PIPELINE(num_pipeline_microbatches=2, pipeline_microbatch_size=2),
-      'exactly one of num_pipeline',
-    ),
     (PIPELINE(num_pipeline_microbatches=0), 'num_pipeline_microbatches'),
     (flax_modules.FlaxModule.HParams(), 'a module_factory_method'),
   ],

@@ -116,33 +116,19 @@ def _pipelined(counts=False, penalises=False, **fields):
   ).Instantiate()
 
 
-PIPELINED = _variables('r/repeat/sub')
-
-
-def test_a_pipeline_of_any_layer():
-  layer = _pipelined(num_pipeline_microbatches=2)
-  x = np.arange(4, dtype=np.float32).reshape(4, 1, 1)
-  by = np.arange(1, 5, dtype=np.float32).reshape(4, 1, 1)
-  y = jax.jit(layer.apply)(PIPELINED, x, Context(position=by))
-  np.testing.assert_allclose(y, ((x * 2 + by) * 3 + by) * 5 + by)
-
-
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
     ({'num_pipeline_microbatches': 2, 'counts': True}, "non-trainable.*'sub'"),
     ({'num_pipeline_microbatches': 2, 'penalises': True}, 'an aux loss; got'),
-    (
-      {'pipeline_microbatch_size': 3},
-      'is 3; expected a divisor of the batch 4',
-    ),
+    ({'pipeline_microbatch_size': 3}, 'is 3; expected a divisor of the'),
   ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(fields, match):
-  layer = _pipelined(**fields)
+  layer, variables = _pipelined(**fields), _variables('r/repeat/sub')
   x = jnp.ones([4, 1, 1])
   with pytest.raises(ValueError, match=match):
-    jax.eval_shape(layer.apply, PIPELINED, x, Context(position=x))
+    jax.eval_shape(layer.apply, variables, x, Context(position=x))
 
 
 def test_each_repetition_draws_for_itself():

@@ -7,7 +7,6 @@ transformers.py.
 import functools
 import math
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -376,20 +375,6 @@ def test_cross_attention_needs_a_source_and_only_it():
     context = transformers.Context(source=source)
     with pytest.raises(ValueError, match=match):
       jax.eval_shape(layer.apply, _random_like(layer), x, context)
-
-
-def test_layers_of_one_fiddle_config_have_weights_of_their_own():
-  def num_params(num_layers, **fields):
-    config = _lm(_block(num_layers))
-    stack = config.stacked_transformer_tpl
-    stack.transformer_layer_params_tpl.set(**fields)
-    return fdl.build(config).num_params()
-
-  per_layer = num_params(2) - num_params(1)
-  assert per_layer > 4 * D**2
-  assert num_params(4) == num_params(1) + 3 * per_layer
-  # Layers with the same id are one layer.
-  assert num_params(4, shared_weight_layer_id='all') == num_params(1)
 
 
 def test_what_makes_no_model_is_refused():
