@@ -1,18 +1,15 @@
 """Layers: functions with weights, configured by hyperparameters.
 
-A layer has three parts: an inner dataclass `HParams`; a method `setup` that
-creates its variables and children; and a method `__call__`, or `fprop`, that
-computes the output.
+A layer has hyperparameters (see `hparams`), a method `setup` that creates its
+variables and children, and a method `__call__`, or `fprop`, that computes the
+output:
 
     class Linear(base_layer.BaseLayer):
-
-      class HParams(BaseHParams):
-        input_dims: int = 0
-        output_dims: int = 0
+      input_dims: int = 0
+      output_dims: int = 0
 
       def setup(self):
-        p = self.hparams
-        shape = (p.input_dims, p.output_dims)
+        shape = (self.input_dims, self.output_dims)
         self.create_variable('w', WeightHParams(shape))
 
       def __call__(self, inputs):
@@ -21,8 +18,6 @@ computes the output.
     layer = Linear.HParams(input_dims=3, output_dims=4).Instantiate()
     variables = layer.init(jax.random.key(0))
     outputs = layer.apply(variables, inputs)
-
-You may also declare the fields on the layer's class: see `hparams`.
 
 The object that `Instantiate` returns holds no weights. `init` and `apply` are
 pure functions, and each call is a run with its own copies of the layers. Haiku
@@ -55,6 +50,7 @@ from examples.pax import weights
 from jaxline import errors
 from jaxline.parallel import partitioning
 
+LayerTpl = pax_fiddle.Config  # Of a `BaseLayer`.
 instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field
@@ -97,30 +93,25 @@ class BaseLayer(hparams_lib.Configurable):
 
   `hparams` holds the frozen hyperparameters. During a run, `module_name` is the
   layer's path in the tree.
-
-  Attributes:
-    name: Name of the layer if it is the root of a tree. If None, the class's
-      name in snake_case. A parent names its children. During a run, the last
-      part of the path.
-    dtype: Dtype of the variables. A child with float32, the default, takes its
-      parent's dtype.
-    fprop_dtype: Dtype of the computation. If None, the parent's, or `dtype` for
-      a root.
-    params_init: Default initializer of the variables. If None, the parent's, or
-      Xavier for a root.
-    shared_weight_layer_id: Layers of a tree with the same id are one layer.
-      Their other hyperparameters must be equal.
-    weight_split_dims_mapping: Axes of variables by name, such as
-      {'w': ('data', 'mdl')}, which override the layer's own. See `SplitDims`.
-    activation_split_dims_mapping: Axes of activations by name, such as
-      {'out': ('batch', None, 'mlp')}.
   """
 
+  # Name of the layer if it is the root of a tree. If None, the class's name in
+  # snake_case. A parent names its children. During a run, the last part of the
+  # path.
   name: str | None = None
+  # Dtype of the variables. A child with float32 takes its parent's dtype.
   dtype: Any = jnp.float32
+  # Dtype of the computation. If None, the parent's, or `dtype` for a root.
   fprop_dtype: Any = None
+  # Default initializer of the variables. If None, the parent's, or Xavier for a
+  # root.
   params_init: WeightInit | None = None
+  # Layers of a tree with the same id are one layer. Their other hyperparameters
+  # must be equal.
   shared_weight_layer_id: str | None = None
+  # Axes of variables by name, such as {'w': ('data', 'mdl')}, which override
+  # the layer's own; see `SplitDims`. And axes of activations, such as
+  # {'out': ('batch', None, 'mlp')}.
   weight_split_dims_mapping: dict[str, SplitDims] = dataclasses.field(
     default_factory=dict
   )
@@ -132,7 +123,9 @@ class BaseLayer(hparams_lib.Configurable):
   _depth = 0  # Number of nested calls.
 
   def __init__(self, hparams: Any):
-    super().__init__(hparams)
+    # `bound` checks them, because `fdl.build` makes layers from templates that
+    # their parents have not completed.
+    self.hparams = hparams
     self._names = set[str]()  # Names of variables and children.
     self._sharded = set[str]()  # Names that `shard` was called with.
 
@@ -143,17 +136,13 @@ class BaseLayer(hparams_lib.Configurable):
         setattr(cls, name, _run_in_scope(value))
 
   def bound(self, path: str, run: layer_runs.Run) -> Self:
-    """Returns a copy that is part of a run, with variables and children.
-
-    Args:
-      path: Path of the layer in the tree.
-      run: The run of `init` or `apply`.
-    """
+    """Returns a copy at a path of a run's tree, with variables and children."""
     layer = type(self)(self.hparams)
     layer._run, layer.in_stacks = run, run.stacks
     layer.module_name, layer.name = path, path.rpartition('/')[2]
     if layer.fprop_dtype is None:
       layer.fprop_dtype = layer.dtype
+    layer._check(path)
     layer.setup()
     layer._check_mapping(
       'weight_split_dims_mapping', set(layer._variables), 'its variables'
@@ -197,11 +186,7 @@ class BaseLayer(hparams_lib.Configurable):
   ) -> None:
     """Creates a variable, whose value is `self.theta.<name>`.
 
-    Args:
-      name: Name of the variable, unused so far in this layer.
-      weight: Declaration of the variable.
-      trainable: Whether the optimizer updates the variable. If False, only
-        `update_var` does.
+    If it is not `trainable`, only `update_var` updates it, not the optimizer.
     """
     run = self._reserve(name)
     p = self.hparams
@@ -229,25 +214,18 @@ class BaseLayer(hparams_lib.Configurable):
     unless its template sets them.
 
     Args:
-      name: Name of the child, unused so far in this layer.
+      name: Name of the child.
       template: HParams of the child. If `fdl.build` found the same config
         several times in a tree, all of them are one layer, whose path is that
         of the first.
-      **fields: Fields that this layer sets in the template, such as
-        `input_dims`.
+      **fields: Fields to set in the template, such as `input_dims`.
     """
     setattr(self, name, self._child(name, template, fields))
 
   def create_children(
     self, name: str, templates: Sequence[Any], **fields: Any
   ) -> None:
-    """Creates child layers `name_0`, ..., and the list `self.<name>`.
-
-    Args:
-      name: Name of the list.
-      templates: HParams of each child; see `create_child`.
-      **fields: Fields that this layer sets in all templates.
-    """
+    """Like `create_child`: `name_0`, ..., and the list `self.<name>`."""
     made = [
       self._child(f'{name}_{i}', t, fields) for i, t in enumerate(templates)
     ]
@@ -353,16 +331,13 @@ class BaseLayer(hparams_lib.Configurable):
   def shard(
     self, x: jax.Array, axes: SplitDims, name: str = 'out'
   ) -> jax.Array:
-    """Constrains how an activation is split over the mesh.
+    """Constrains how an activation is split over the mesh, and returns it.
 
     Args:
       x: The activation.
       axes: One entry for each dimension; see `SplitDims`. If None, the
         compiler decides.
       name: Key with which `activation_split_dims_mapping` overrides `axes`.
-
-    Returns:
-      The activation.
     """
     self._sharded.add(name)
     axes = self.hparams.activation_split_dims_mapping.get(name, axes)
@@ -375,38 +350,26 @@ class BaseLayer(hparams_lib.Configurable):
   ) -> None:
     """Logs a scalar with the metrics of the step.
 
-    Args:
-      name: Name of the scalar, within this layer.
-      value: A scalar.
-      verbosity: Lowest verbosity of the run (the task's
-        `train.summary_verbosity`) at which the scalar is logged.
+    It does so if the task's `train.summary_verbosity` is at least `verbosity`.
     """
-    run = self.in_run()
-    self._check_scalar(name, value)
+    run, path = self.in_run(), self._scalar_path(name, value)
     if verbosity <= run.verbosity:
-      path = f'{self.module_name}/{name}'
       layer_runs.add(run.collected.summaries, path, value)
 
   def add_aux_loss(
     self, name: str, value: jax.Array, weight: Any = 1.0
   ) -> None:
-    """Adds a scalar to the loss.
-
-    Args:
-      name: Name of the auxiliary loss, within this layer.
-      value: A scalar.
-      weight: Weight of `value` in an average over batches.
-    """
+    """Adds a scalar to the loss. Averages over batches weight it."""
     losses = self.in_run().collected.aux_losses
-    self._check_scalar(name, value)
-    layer_runs.add(losses, f'{self.module_name}/{name}', (value, weight))
+    layer_runs.add(losses, self._scalar_path(name, value), (value, weight))
 
-  def _check_scalar(self, name: str, value: Any) -> None:
+  def _scalar_path(self, name: str, value: Any) -> str:
     if jnp.ndim(value):
       raise ValueError(
         f'{self.module_name} has {name!r} of shape {jnp.shape(value)}; expected'
         ' a scalar, such as the mean.'
       )
+    return f'{self.module_name}/{name}'
 
   # For use from outside of a run.
 
@@ -419,8 +382,7 @@ class BaseLayer(hparams_lib.Configurable):
         which create their weights when they are called.
       **kwargs: Keyword arguments, as for `apply`.
     """
-    boxed = self.boxed_init(rng, *args, **kwargs)
-    return partitioning.unbox(boxed)
+    return partitioning.unbox(self.boxed_init(rng, *args, **kwargs))
 
   def boxed_init(self, rng: jax.Array, *args: Any, **kwargs: Any) -> Variables:
     """Like `init`, with each array in a `partitioning.Logical`."""
@@ -490,12 +452,9 @@ class BaseLayer(hparams_lib.Configurable):
       rng: Random key. Required if the method draws random numbers.
       method: Name of the method.
       do_eval: Whether this is an evaluation.
-      mutable: Whether to return the side outputs too.
+      mutable: Whether to return a pair of the result and a `Collected`.
       verbosity: Highest verbosity of the summaries to collect.
       **kwargs: Keyword arguments of the method.
-
-    Returns:
-      The method's result. If `mutable`, a pair of the result and a `Collected`.
     """
     run = layer_runs.Run(do_eval=do_eval, verbosity=verbosity)
 

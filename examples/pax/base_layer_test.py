@@ -1,7 +1,5 @@
 """Tests of layers: their variables, children and runs."""
 
-import dataclasses
-
 import fiddle as fdl
 import haiku as hk
 import jax
@@ -10,14 +8,13 @@ import numpy as np
 import pytest
 
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import repeats
 from jaxline.parallel import partitioning
 
-BaseHParams = hparams.BaseHParams
+LayerTpl = base_layer.LayerTpl
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
-sub_config_field = base_layer.sub_config_field
+template_field = base_layer.template_field
 
 # This kind of key compiles fast.
 KEY = jax.random.key(0, impl='rbg')
@@ -27,24 +24,15 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3) / 5 - np.float32(0.4)
 class Linear(base_layer.BaseLayer):
   """A product that counts its calls and reports sums."""
 
-  class HParams(BaseHParams):
-    input_dims: int = 3
-    output_dims: int = 3
+  input_dims: int = 3
+  output_dims: int = 3
 
   def setup(self):
-    p = self.hparams
-    self.create_variable(
-      'w',
-      WeightHParams(
-        (p.input_dims, p.output_dims),
-        tensor_split_dims_mapping=('embed', 'mlp'),
-      ),
-    )
-    self.create_variable(
-      'calls',
-      WeightHParams((), init=WeightInit.Constant(0.0), dtype=jnp.int32),
-      trainable=False,
-    )
+    shape = (self.input_dims, self.output_dims)
+    weight = WeightHParams(shape, tensor_split_dims_mapping=('embed', 'mlp'))
+    self.create_variable('w', weight)
+    zero = WeightHParams((), WeightInit.Constant(0.0), jnp.int32)
+    self.create_variable('calls', zero, trainable=False)
 
   def fprop(self, x):
     self.update_var('calls', self.theta.calls + 1)
@@ -57,9 +45,8 @@ class Linear(base_layer.BaseLayer):
 class Two(base_layer.BaseLayer):
   """Two layers, with tanh between them."""
 
-  class HParams(BaseHParams):
-    first: BaseHParams = sub_config_field(Linear.HParams)
-    second: BaseHParams = sub_config_field(Linear.HParams)
+  first: LayerTpl = template_field(Linear)
+  second: LayerTpl = template_field(Linear)
 
   def setup(self):
     self.create_child('first', self.hparams.first)
@@ -72,16 +59,14 @@ class Two(base_layer.BaseLayer):
 class Stack(base_layer.BaseLayer):
   """A sequence of equal layers."""
 
-  class HParams(BaseHParams):
-    layer: BaseHParams = sub_config_field(Linear.HParams)
-    beside: BaseHParams | None = None
-    times: int = 3
+  layer: LayerTpl = template_field(Linear)
+  beside: LayerTpl | None = None
+  times: int = 3
 
   def setup(self):
-    p = self.hparams
-    if p.beside is not None:
-      self.create_child('beside', p.beside)
-    repeat = repeats.Repeat.HParams(sub_tpl=p.layer, x_times=p.times)
+    if self.beside is not None:
+      self.create_child('other', self.beside)
+    repeat = repeats.Repeat.HParams(sub_tpl=self.layer, x_times=self.times)
     self.create_child('x', repeat)
 
   def __call__(self, x):
@@ -107,13 +92,12 @@ def test_a_layer_is_two_pure_functions():
   np.testing.assert_allclose(
     layer.apply(variables, X), np.tanh(X @ w[0]) @ w[1], rtol=1e-5
   )
-  # Without an input, nothing runs, and nothing uses the run's key.
+  # Without an input, nothing runs.
   abstract = layer.abstract_init()
   assert jax.tree.map(lambda w: w.full_shape, abstract) == _shapes(variables)
   assert abstract['params']['two/first']['w'].init == WeightInit.Xavier()
   again = layer.init(KEY, X)
   jax.tree.map(np.testing.assert_array_equal, variables, again)
-  assert type(layer)(layer.hparams).hparams is layer.hparams
   named = layer.hparams.clone().set(name='root').Instantiate()
   assert list(named.init(KEY)['params']) == ['root/first', 'root/second']
 
@@ -123,18 +107,8 @@ def test_a_layer_is_two_pure_functions():
   [
     (WeightInit.Gaussian(0.3), (200, 50), 0.3, None),
     (WeightInit.TruncatedGaussian(0.3), (200, 50), 0.3 * 0.87963, 0.6),
-    (WeightInit.GaussianSqrtFanIn(2.0), (200, 50), 2 / 200**0.5, None),
     (WeightInit.GaussianSqrtFanOut(2.0), (200, 50), 2 / 50**0.5, None),
-    (WeightInit.GaussianSqrtFanAvg(2.0), (200, 50), 2 / 125**0.5, None),
-    # The first dimension belongs to the filter.
-    (WeightInit.GaussianSqrtDim(2.0), (5, 40, 50), 2 / 5**0.5, None),
-    (WeightInit.TruncatedGaussianSqrtDim(), (4, 50, 50), 0.87963 / 2, 1.0),
-    (WeightInit.TruncatedGaussianSqrtFanIn(), (400, 25), 0.87963 / 20, 0.1),
-    (WeightInit.TruncatedGaussianSqrtFanOut(), (25, 400), 0.87963 / 20, 0.1),
     (WeightInit.Uniform(0.7), (200, 50), 0.7 / 3**0.5, 0.7),
-    (WeightInit.UniformSqrtDim(3.0), (4, 50, 50), None, 1.5),
-    (WeightInit.UniformUnitScaling(2.0), (4, 50, 50), 2 / 200**0.5, None),
-    (WeightInit.UniformSqrtFanAvg(2.0), (200, 50), None, 2 * (6 / 250) ** 0.5),
     (WeightInit.Xavier(), (200, 50), (2 / 250) ** 0.5, (6 / 250) ** 0.5),
     # The size of a filter counts for both fans.
     (WeightInit.Xavier(2.0), (5, 40, 50), None, 2 * (6 / 450) ** 0.5),
@@ -155,55 +129,33 @@ def test_first_values(init, shape, stddev, limit):
     assert abs(value.mean()) < 0.04 * stddev
 
 
-def test_a_method_of_pax_that_is_missing_points_to_the_list():
-  with pytest.raises(AttributeError, match=r"'XavierWith.*from_pax.md"):
-    WeightInit.XavierWithFixupParams(1.0)
-
-
-def test_first_values_by_axes_and_by_name():
+def test_each_layer_of_a_stack_has_different_first_values():
   weight = WeightHParams(
-    (200, 50),
-    init=WeightInit.GaussianSqrtFanIn(),
-    dtype=jnp.float32,
-    fan_in_axes=(1,),
-    fan_out_axes=(0,),
+    (200, 50), WeightInit.GaussianSqrtFanIn(), jnp.float32, repeat_prefix=(3, 2)
   )
-  assert np.std(weight.make(KEY)) == pytest.approx(50**-0.5, rel=0.03)
-  # Stacked matrices, such as a gate's, are initialized separately.
-  gated = WeightHParams(
-    (30, 2, 50),
-    init=WeightInit.Xavier(),
-    dtype=jnp.float32,
-    fan_in_axes=(0,),
-    batch_axes=(1,),
-  )
-  assert np.abs(gated.make(KEY)).max() == pytest.approx((6 / 80) ** 0.5, 1e-2)
-  # Each layer of a stack has a different value, with the fans of one layer.
-  stacked = dataclasses.replace(weight, repeat_prefix=(3, 2))
-  assert stacked.size == 6 * 200 * 50
-  assert stacked.full_shape == (3, 2, 200, 50)
-  assert stacked.axes == ('layers', 'layers', None, None)
-  flat = np.reshape(jax.jit(stacked.make)(KEY), (6, -1))
-  np.testing.assert_allclose(flat.std(axis=1), 50**-0.5, rtol=0.03)
+  assert weight.size == 6 * 200 * 50
+  assert weight.axes == ('layers', 'layers', None, None)
+  flat = np.reshape(jax.jit(weight.make)(KEY), (6, -1))
+  # The fans are those of one layer.
+  np.testing.assert_allclose(flat.std(axis=1), 200**-0.5, rtol=0.03)
   assert len(np.unique(flat[:, 0])) == 6
 
-  # Two variables of one shape differ; a third changes neither.
+
+def test_first_values_depend_on_the_names_and_the_key_only():
   class Three(Linear):
     def setup(self):
       self.create_variable('a', WeightHParams((3, 3)))
       super().setup()
 
-  one = Linear.HParams(name='x').Instantiate().init(KEY)['params']['x']
-  three = Three.HParams(name='x').Instantiate().init(KEY)['params']['x']
+  def first(cls, name='x', seed=0):
+    key = jax.random.key(seed, impl='rbg')
+    params = cls.HParams(name=name).Instantiate().init(key)['params'][name]
+    return jax.tree.map(np.asarray, params)
+
+  one, three = first(Linear), first(Three)
   np.testing.assert_array_equal(one['w'], three['w'])
-  assert np.all(np.asarray(three['a']) != np.asarray(three['w']))
-  # The same variable of two layers differs.
-  renamed = Linear.HParams(name='y').Instantiate().init(KEY)['params']['y']
-  assert np.all(np.asarray(renamed['w']) != np.asarray(one['w']))
-  other = (
-    Linear.HParams(name='x').Instantiate().init(jax.random.key(1, impl='rbg'))
-  )
-  assert np.all(np.asarray(other['params']['x']['w']) != np.asarray(one['w']))
+  for other in three['a'], first(Linear, 'y')['w'], first(Linear, seed=1)['w']:
+    assert np.all(other != one['w'])
 
 
 def test_what_a_child_leaves_open_is_its_parents():
@@ -235,96 +187,61 @@ def test_what_a_child_leaves_open_is_its_parents():
 
 
 def _shared(how):
-  if how == 'config':
-    one = Linear.HParams.config()
-    return fdl.build(Two.HParams.config(first=one, second=one))
-  if how == 'id':
-    one = Linear.HParams(shared_weight_layer_id='one')
-  else:
-    one = Linear.HParams()
-  return Two.HParams(first=one, second=one).Instantiate()
+  one = Linear.HParams(shared_weight_layer_id='one' if how == 'id' else None)
+  both = Two.HParams(first=one, second=one)
+  return fdl.build(both) if how == 'config' else both.Instantiate()
 
 
 @pytest.mark.parametrize('how', ['config', 'id'])
 def test_a_shared_layers_gradients_add(how):
   apart, shared = _shared('hparams'), _shared(how)
-  assert apart.num_params() == 18
-  assert shared.num_params() == 9
-  assert list(shared.init(KEY)['params']) == ['two/first']
-  w = shared.init(KEY)['params']['two/first']
+  assert (apart.num_params(), shared.num_params()) == (18, 9)
+  variables = shared.init(KEY)
+  assert list(variables['params']) == ['two/first']
+  w = variables['params']['two/first']['w']
 
-  def loss(layer, params):
-    variables = {'params': params, 'non_trainable': layer.init(KEY)[_STATE]}
-    return layer.apply(variables, X).sum()
+  def grads(layer, *names):
+    def loss(params):
+      return layer.apply({**layer.init(KEY), 'params': params}, X).sum()
 
-  both = {'two/first': w, 'two/second': w}
-  grads = jax.grad(lambda params: loss(apart, params))(both)
-  grad = jax.grad(lambda params: loss(shared, params))({'two/first': w})
+    found = jax.grad(loss)({name: {'w': w} for name in names})
+    return sum(of['w'] for of in found.values())
+
   np.testing.assert_allclose(
-    grad['two/first']['w'],
-    grads['two/first']['w'] + grads['two/second']['w'],
+    grads(shared, 'two/first'),
+    grads(apart, 'two/first', 'two/second'),
     rtol=1e-6,
   )
   # The shared layer was called twice.
-  _, collected = shared.apply(shared.init(KEY), X, mutable=True, verbosity=2)
+  _, collected = shared.apply(variables, X, mutable=True, verbosity=2)
   assert collected.non_trainable == {'two/first': {'calls': 2}}
   assert sorted(collected.summaries) == ['two/first/sum', 'two/first/sum_1']
 
 
-_STATE = base_layer.NON_TRAINABLE
-
-
 def test_layers_are_shared_across_a_tree():
-  def tree(one, make, cls=Two):
-    inner = make(cls)(first=one)
-    return make(cls)(first=inner, second=make(cls)(first=inner, second=one))
-
-  # All uses of `one` are one layer. `inner`, used twice, is one layer, too.
-  config = tree(Linear.HParams.config(), lambda layer: layer.HParams.config)
-  shared = fdl.build(config)
-  assert list(shared.init(KEY)['params']) == [
-    'two/first/first',
-    'two/first/second',
-  ]
-  by_id = tree(
-    Linear.HParams(shared_weight_layer_id='one'), lambda layer: layer.HParams
-  )
-  assert list(by_id.Instantiate().init(KEY)['params']) == [
-    'two/first/first',
-    'two/first/second',
-    'two/second/first/second',
-  ]
-  assert list(
-    tree(Linear.HParams(), lambda layer: layer.HParams)
-    .Instantiate()
-    .init(KEY)['params']
-  ) == [
-    'two/first/first',
-    'two/first/second',
-    'two/second/first/first',
-    'two/second/first/second',
-    'two/second/second',
-  ]
-
-
-def test_layers_of_one_template_are_not_shared():
   class Row(base_layer.BaseLayer):
-    class HParams(BaseHParams):
-      layer: BaseHParams = sub_config_field(Two.HParams)
+    layer: LayerTpl = template_field(Two)
 
     def setup(self):
-      template = self.hparams.layer
-      self.create_children('x', [template.clone() for _ in range(2)])
+      self.create_children('x', [self.layer.clone() for _ in range(2)])
 
-    def __call__(self, x):
-      return self.x[1](self.x[0](x))
+  def paths(layer):
+    return [path.partition('/')[2] for path in layer.init(KEY)['params']]
 
-  one = Linear.HParams.config()
-  config = Row.HParams.config(layer=Two.HParams.config(first=one, second=one))
-  layer = fdl.build(config)
-  assert list(layer.init(KEY)['params']) == ['row/x_0/first', 'row/x_1/first']
-  config.layer.second = Linear.HParams.config()
-  assert fdl.build(config).num_params() == 4 * 9
+  def tree(one):
+    inner = Two.HParams(first=one)
+    return Two.HParams(first=inner, second=Two.HParams(first=inner, second=one))
+
+  # All uses of `one` are one layer. `inner`, used twice, is one layer, too.
+  shared = ['first/first', 'first/second']
+  assert paths(fdl.build(tree(Linear.HParams()))) == shared
+  by_id = tree(Linear.HParams(shared_weight_layer_id='one')).Instantiate()
+  assert paths(by_id) == [*shared, 'second/first/second']
+  assert len(paths(tree(Linear.HParams()).Instantiate())) == 5
+  # The layers of a list share within each, not with one another.
+  one = Linear.HParams()
+  row = fdl.build(Row.HParams(layer=Two.HParams(first=one, second=one)))
+  assert paths(row) == ['x_0/first', 'x_1/first']
 
 
 def test_shared_layers_must_be_equal():
@@ -344,12 +261,11 @@ def test_a_layer_within_a_stack_is_not_one_outside():
   # Sharing works within one layer of the stack.
   layer = Stack.HParams(layer=both).Instantiate()
   assert layer.num_params() == 3 * 9
+  stack = Stack.HParams(layer=both)
   for p in (
-    Stack.HParams(layer=both, beside=one),
-    Two.HParams(first=Stack.HParams(layer=both), second=one),
-    Two.HParams(
-      first=Stack.HParams(layer=both), second=Stack.HParams(layer=one)
-    ),
+    stack.clone().set(beside=one),
+    Two.HParams(first=stack, second=one),
+    Two.HParams(first=stack, second=Stack.HParams(layer=one)),
   ):
     with pytest.raises(
       ValueError, match='the same layer as one within a stack'
@@ -379,12 +295,8 @@ def test_non_trainable_variables():
   wrong = Wrong.HParams().Instantiate()
   for name, value, message in (
     ('w', X, "cannot set 'w'; expected"),
-    ('calls', jnp.zeros([]), r'wrong/calls is int32 \(\); got float32 \(\)'),
-    (
-      'calls',
-      jnp.zeros(2, int),
-      r'wrong/calls is int32 \(\); got int32 \(2,\)',
-    ),
+    ('calls', jnp.zeros([]), r'int32 \(\); got float32 \(\)'),
+    ('calls', jnp.zeros(2, int), r'int32 \(\); got int32 \(2,\)'),
   ):
     with pytest.raises(ValueError, match=message):
       wrong.apply(wrong.init(KEY), name, value)
@@ -411,59 +323,34 @@ def test_summaries_and_losses():
   value, weight = losses['net/second/square']
   assert value == pytest.approx(np.sum(hidden**2), rel=1e-6)
   assert weight == 2
+  one = Linear.HParams().Instantiate()
+  for method in 'add_summary', 'add_aux_loss':
+    with pytest.raises(ValueError, match=r"linear has 'a' of shape \(2, 3\)"):
+      one.apply(one.init(KEY), 'a', X, method=method)
 
 
-@pytest.mark.parametrize('method', ['add_summary', 'add_aux_loss'])
-def test_a_summary_or_a_loss_is_a_scalar(method):
-  layer = Linear.HParams().Instantiate()
-  with pytest.raises(ValueError, match=r"linear has 'a' of shape \(2, 3\);"):
-    layer.apply(layer.init(KEY), 'a', X, method=method)
-
-
-def test_a_stack_is_its_layers_one_after_another():
-  layer = Stack.HParams(layer=Two.HParams()).Instantiate()
+def test_a_stack_of_stacks_is_its_layers_one_after_another():
+  # `repeats_test` has what the layers of a stack report.
+  layer = Stack.HParams(layer=Stack.HParams(times=2)).Instantiate()
+  boxed = layer.boxed_init(KEY)['params']['stack/x/sub/x/sub']['w']
+  assert boxed.axes == ('layers', 'layers', 'embed', 'mlp')
   variables = layer.init(KEY)
-  assert _shapes(variables) == {
-    'params': {
-      'stack/x/sub/first': {'w': (3, 3, 3)},
-      'stack/x/sub/second': {'w': (3, 3, 3)},
-    },
-    'non_trainable': {
-      'stack/x/sub/first': {'calls': (3,)},
-      'stack/x/sub/second': {'calls': (3,)},
-    },
-  }
-  boxed = layer.boxed_init(KEY)['params']['stack/x/sub/first']['w']
-  assert boxed.axes == ('layers', 'embed', 'mlp')
+  w = np.asarray(variables['params']['stack/x/sub/x/sub']['w'], np.float64)
+  assert w.shape == (3, 2, 3, 3)
   out, collected = layer.apply(variables, X, mutable=True, verbosity=9)
-  expected, totals = np.asarray(X, np.float64), []
-  first, second = (
-    np.asarray(v['w'], np.float64) for v in variables['params'].values()
-  )
-  for n in range(3):
-    totals.append(expected.sum())
-    expected = np.tanh(expected @ first[n]) @ second[n]
+  expected, totals = X.astype(np.float64), {}
+  for n, one in enumerate(w.reshape(6, 3, 3)):
+    totals[f'stack/x/{n // 2}/sub/x/{n % 2}/sub/sum'] = expected.sum()
+    expected = expected @ one
   np.testing.assert_allclose(out, expected, rtol=1e-5)
-  for n in range(3):
-    place = f'stack/x/{n}/sub'
-    found = collected.summaries[f'{place}/first/sum']
-    np.testing.assert_allclose(found, totals[n], rtol=1e-5)
-    assert collected.aux_losses[f'{place}/second/square'][1] == 2
-  calls = collected.non_trainable['stack/x/sub/second']['calls']
-  np.testing.assert_array_equal(calls, [1, 1, 1])
-  # This is a stack of stacks.
+  for name, total in totals.items():
+    np.testing.assert_allclose(collected.summaries[name], total, rtol=1e-5)
+  calls = collected.non_trainable['stack/x/sub/x/sub']['calls']
+  np.testing.assert_array_equal(calls, np.ones([3, 2]))
   with pytest.raises(
     ValueError, match=r'shape of stack/x/sub/w is \(0, 3, 3\)'
   ):
     Stack.HParams(times=0).Instantiate().num_params()
-  nested = Stack.HParams(layer=Stack.HParams(times=2)).Instantiate()
-  variables = nested.init(KEY)
-  w = np.asarray(variables['params']['stack/x/sub/x/sub']['w'], np.float64)
-  assert w.shape == (3, 2, 3, 3)
-  expected = X
-  for one in w.reshape(6, 3, 3):
-    expected = expected @ one
-  np.testing.assert_allclose(nested.apply(variables, X), expected, rtol=1e-5)
 
 
 def test_evaluation_and_random_numbers():
@@ -485,33 +372,13 @@ def test_evaluation_and_random_numbers():
 
 
 def test_haiku_modules_within_a_layer():
-  class Mixed(base_layer.BaseLayer):
-    def setup(self):
-      self.create_child('first', Linear.HParams())
-
-    def __call__(self, x):
-      return hk.Linear(2, name='last')(self.first(x))
-
-  layer = Mixed.HParams().Instantiate()
-  # Haiku's weights are only known with an input.
-  assert layer.num_params() == 9
-  boxed = layer.boxed_init(KEY, X)
-  assert boxed['params']['mixed/last']['w'].axes == (None, None)
-  assert boxed['params']['mixed/first']['w'].axes == ('embed', 'mlp')
-  variables = partitioning.unbox(boxed)
-  w = [variables['params'][f'mixed/{name}']['w'] for name in ('first', 'last')]
-  np.testing.assert_allclose(
-    layer.apply(variables, X), X @ w[0] @ w[1], rtol=1e-5
-  )
-
-
-def test_names_of_haiku_modules_within_a_layer():
   class Inner(base_layer.BaseLayer):
     def setup(self):
+      self.create_child('first', Linear.HParams())
       self.early = hk.Linear(2)
 
     def __call__(self, x):
-      return self.helper(self.early(x)) + hk.Linear(2)(x)
+      return self.helper(self.early(self.first(x))) + hk.Linear(2)(x)
 
     def helper(self, x):
       return hk.Linear(2, name='late')(x)
@@ -525,15 +392,25 @@ def test_names_of_haiku_modules_within_a_layer():
       return hk.Linear(2)(self.inner(x) + self.inner(x))
 
   layer = Outer.HParams().Instantiate()
-  variables = layer.init(KEY, X)
+  # Haiku's weights are only known with an input.
+  assert layer.num_params() == 9
+  boxed = layer.boxed_init(KEY, X)['params']
   # These are the names that Haiku gives to modules made in these methods.
-  assert list(variables['params']) == [
-    'outer/inner/linear',
-    'outer/inner/~helper/late',
-    'outer/inner/~setup/linear',
-    'outer/~fprop/linear',
-  ]
-  assert layer.apply(variables, X).shape == (2, 2)
+  assert {path: of['w'].axes for path, of in boxed.items()} == {
+    'outer/inner/first': ('embed', 'mlp'),
+    'outer/inner/linear': (None, None),
+    'outer/inner/~helper/late': (None, None),
+    'outer/inner/~setup/linear': (None, None),
+    'outer/~fprop/linear': (None, None),
+  }
+  variables = layer.init(KEY, X)
+  first, linear, late, early, last = (
+    of['w'] for of in variables['params'].values()
+  )
+  inner = X @ first @ early @ late + X @ linear
+  np.testing.assert_allclose(
+    layer.apply(variables, X), 2 * inner @ last, rtol=1e-4
+  )
 
 
 # Shardings.
@@ -590,8 +467,6 @@ def test_a_layer_on_a_mesh():
 
 
 def test_what_a_layer_is_made_of():
-  with pytest.raises(AttributeError, match="no field 'input_dims'"):
-    Linear(Two.HParams()).init(KEY)
   for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
     with pytest.raises(TypeError, match='a child of Two to be the HParams'):
       Two.HParams(first=wrong).Instantiate().init(KEY)
@@ -601,32 +476,29 @@ def test_what_a_layer_is_made_of():
 
 def test_a_layer_outside_of_a_run():
   layer = Linear.HParams().Instantiate()
-  for use in (lambda: layer(X), lambda: layer.fprop(X)):
+  for use in (
+    lambda: layer(X),
+    lambda: layer.fprop(X),
+    lambda: layer.theta.w,
+    lambda: layer.do_eval,
+    lambda: layer.add_summary('a', 1),
+  ):
     with pytest.raises(RuntimeError, match=r'layer\.apply\(layer\.init\(rng\)'):
       use()
-  with pytest.raises(RuntimeError, match=r'layer\.apply\(layer\.init\(rng\)'):
-    _ = layer.theta.w
-  with pytest.raises(RuntimeError, match='not part of a run'):
-    _ = layer.do_eval
-  with pytest.raises(RuntimeError, match='not part of a run'):
-    layer.add_summary('a', 1)
 
 
 def test_variables_of_another_layer():
   layer = Linear.HParams().Instantiate()
   variables = layer.init(KEY)
-  renamed = Linear.HParams(name='liner').Instantiate()
-  with pytest.raises(ValueError, match=r"no liner/w.*\['linear'\]"):
-    renamed.apply(variables, X)
-  with pytest.raises(ValueError, match='no linear/calls'):
-    layer.apply({**variables, 'non_trainable': {}}, X)
-  with pytest.raises(ValueError, match=r'shape \(3, 3\) does not match'):
-    Linear.HParams(output_dims=4).Instantiate().apply(variables, X)
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), variables['params'])
-  with pytest.raises(
-    ValueError, match='linear/w is bfloat16; expected float32'
+  for wrong, given, match in (
+    (Linear.HParams(name='liner'), variables, r"no liner/w.*\['linear'\]"),
+    (Linear.HParams(), variables | {'non_trainable': {}}, 'no linear/calls'),
+    (Linear.HParams(output_dims=4), variables, r'\(3, 3\) does not match'),
+    (Linear.HParams(), variables | {'params': half}, 'w is bfloat16; expected'),
   ):
-    layer.apply({**variables, 'params': half}, X)
+    with pytest.raises(ValueError, match=match):
+      wrong.Instantiate().apply(given, X)
   with pytest.raises(AttributeError, match="no attribute 'aply'"):
     layer.apply(variables, X, method='aply')
 
@@ -658,6 +530,3 @@ def test_names_within_a_layer():
   )
   with pytest.raises(AttributeError, match=r"'wieght'.*Did you mean 'weight'"):
     nothing.apply(nothing.init(KEY))
-  no_call = type('Lazy', (base_layer.BaseLayer,), {}).HParams().Instantiate()
-  with pytest.raises(AttributeError, match="no attribute 'fprop'"):
-    no_call.apply(no_call.init(KEY), X)

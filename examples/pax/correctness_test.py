@@ -1,4 +1,4 @@
-"""Compares a run with a separate program, and initial weights with Praxis.
+"""Compares a run with a separate program.
 
 The program is plain JAX, written from the papers' formulas. It shares
 with the run its initial weights and its batches, and no line of code.
@@ -14,9 +14,6 @@ import pytest
 
 from examples.pax import config as config_lib
 from examples.pax import experiment
-from examples.pax.layers import convolutions
-from examples.pax.layers import embedding_softmax
-from examples.pax.layers import transformers
 from jaxline import train
 from jaxline import utils
 from jaxline.parallel import mesh as mesh_lib
@@ -89,7 +86,6 @@ class Recorder:
     self.scalars = []
 
   def write_scalars(self, global_step, scalars):
-    assert int(global_step) == len(self.scalars) + 1
     self.scalars.append(jax.device_get(dict(scalars)))
 
 
@@ -110,8 +106,7 @@ def _run(config):
   train.train(Watched, config, checkpointer, recorder)
   data = made[0].train_input()
   batches = [next(data) for _ in range(STEPS)]
-  last = jax.tree.map(np.array, made[0].state.params)
-  return first, last, recorder.scalars, batches
+  return first, made[0].state.params, recorder.scalars, batches
 
 
 def _as_layers(params):
@@ -252,62 +247,3 @@ def test_a_run_is_that_of_another_program(config, monkeypatch):
   assert np.mean([batch['segment_ids'].max() > 1 for batch in batches]) > 0.9
   # Some tokens have no prediction.
   assert 0.8 < np.mean([batch['weights'].mean() for batch in batches]) < 1
-
-
-# layers/attentions_test.py has the tests of attention.
-
-
-@pytest.mark.parametrize(
-  ('hparams', 'limits'),
-  [
-    (
-      transformers.TransformerFeedForward.HParams(
-        input_dims=32, hidden_dims=96, use_gated_activation=True
-      ),
-      # Praxis has two variables, `ffn_layer1` and `ffn_layer1_gate`.
-      {'ffn_layer1': 0.2165066, 'ffn_layer2': 0.2165066},
-    ),
-    (
-      transformers.TransformerFeedForward.HParams(
-        input_dims=32, hidden_dims=96
-      ),
-      {'ffn_layer1': 0.2165066, 'ffn_layer2': 0.2165066},
-    ),
-    (
-      embedding_softmax.Embedding.HParams(input_dims=32, num_classes=48),
-      {'': 0.2738616},
-    ),
-    (
-      embedding_softmax.FullSoftmax.HParams(input_dims=32, num_classes=48),
-      {'': 0.2738616},
-    ),
-    (
-      embedding_softmax.SharedEmbeddingSoftmax.HParams(
-        input_dims=32, num_classes=48
-      ),
-      {'': 0.2738616},
-    ),
-    (
-      embedding_softmax.TrainablePositionalEmbedding.HParams(
-        embedding_dims=32, max_seq_length=48
-      ),
-      {'': 0.2738616},
-    ),
-    (
-      convolutions.Conv2D.HParams(filter_shape=(3, 3, 8, 16)),
-      {'': 0.1666668},
-    ),
-  ],
-)
-def test_initial_weights_have_praxis_limits(hparams, limits):
-  """The limits are `base_layer.var_init_scale` of each variable in Praxis.
-
-  Praxis 1.4.0, jax 0.4.26, Python 3.10: the layer of the same name with the
-  same sizes, and its default Xavier initialization.
-  """
-  made = hparams.set(name='x').Instantiate().init(jax.random.key(0))
-  for name, limit in limits.items():
-    own = made['params'][f'x/{name}' if name else 'x']
-    (w,) = (x for key, x in own.items() if key in ('w', 'emb_var'))
-    assert 0.98 * limit < np.abs(w).max() < 1.00001 * limit
-    assert np.std(w) == pytest.approx(limit / 3**0.5, rel=0.06)

@@ -50,11 +50,7 @@ LACKS = 'docs/reference/from_pax.md lists what this port lacks: "Missing".'
 
 
 def refuse_names_of_pax(module: str) -> Callable[[str], Any]:
-  """Returns a `__getattr__` that explains the names a module lacks.
-
-  Args:
-    module: `__name__` of the module.
-  """
+  """Returns a `__getattr__` that explains the names the module lacks."""
 
   def refuse(name: str) -> Any:
     hint = errors.did_you_mean(name, vars(sys.modules[module]))
@@ -75,12 +71,8 @@ def nearest_names(regex: str, names: Iterable[str]) -> list[str]:
 def sub_config_field(template: Any) -> Any:
   """Declares a field with hyperparameters, which are created for each owner.
 
-  Args:
-    template: A `BaseHParams` class, a `Configurable` class, or a function that
-      returns hyperparameters. If None, the field defaults to None.
-
-  Returns:
-    A dataclass field.
+  The template is a `BaseHParams` class, a `Configurable` class, or a function
+  that returns hyperparameters. With None, the field's default is None.
   """
   if template is None:
     return dataclasses.field(default=None)
@@ -95,16 +87,13 @@ class BaseHParams(fdl.Config):
   Every subclass becomes a dataclass. It may add fields. To change the default
   or the type of an inherited field, a subclass lists it:
   `_attribute_overrides = ('input_dims',)`.
-
-  Attributes:
-    is_frozen: Whether the fields are read-only.
-    is_shared: Whether all uses of this config object stand for one shared
-      object; set by `fdl.build`.
-    cls: Class that `Instantiate` makes, or None for plain hyperparameters.
   """
 
-  is_frozen: ClassVar[bool] = False
+  is_frozen: ClassVar[bool] = False  # Whether the fields are read-only.
+  # Whether all uses of this config object stand for one shared object; set by
+  # `fdl.build`.
   is_shared: ClassVar[bool] = False
+  # Class that `Instantiate` makes, or None for plain hyperparameters.
   cls: ClassVar[Any] = None
   _attribute_overrides: ClassVar[tuple[str, ...]] = ()
   _names: ClassVar[tuple[str, ...]] = ()
@@ -175,8 +164,8 @@ class BaseHParams(fdl.Config):
   def clone(self) -> Self:
     """Returns a deep, mutable copy.
 
-    An object that occurs twice within the original occurs twice within the
-    copy. The copy is not shared (`is_shared`), even if the original is.
+    What occurs twice in the original occurs twice in the copy. The copy itself
+    is not shared (`is_shared`), even if the original is.
     """
     new = copy.deepcopy(self)
     new.__dict__['is_shared'] = False
@@ -189,11 +178,7 @@ class BaseHParams(fdl.Config):
     return self
 
   def Instantiate(self, **kwargs: Any) -> Any:
-    """Makes the object that these hyperparameters describe.
-
-    Args:
-      **kwargs: Fields to override.
-    """
+    """Makes the object that these hyperparameters, and `kwargs`, describe."""
     if self.cls is None:
       raise TypeError(
         f'{type(self).__qualname__} belongs to no class, so it cannot be'
@@ -314,10 +299,8 @@ def _text(value: Any) -> str:
 class Configurable(abc.ABC):
   """A class whose objects are made from hyperparameters.
 
-  Attributes:
-    HParams: Class of the hyperparameters.
-    hparams: Frozen hyperparameters of the object. Each field can also be read
-      as an attribute of the object, unless an attribute hides it.
+  `hparams` holds those of an object, frozen. Each field can also be read as an
+  attribute of the object, unless an attribute hides it.
   """
 
   # Field -> check of its value.
@@ -358,7 +341,11 @@ class Configurable(abc.ABC):
 
   def __init__(self, hparams: Any):
     self.hparams = hparams
-    where = type(self).__name__
+    self._check(type(self).__name__)
+
+  def _check(self, where: str) -> None:
+    """Checks the hyperparameters and makes the parts."""
+    hparams = self.hparams
     for name, check in self._CHECKS.items():
       check.require(f'{where}.{name}', getattr(hparams, name))
     for expected, holds in self._RULES.items():
@@ -414,13 +401,8 @@ def _take_fields(
 def instantiate(value: Any, kind: type[C], where: str) -> C:
   """Makes the object that hyperparameters describe, or returns a made object.
 
-  Args:
-    value: Hyperparameters, or an object made from them.
-    kind: Class of the object.
-    where: Name of the value in error messages.
-
   Raises:
-    TypeError: The object is not a `kind`.
+    TypeError: The object is not a `kind`; the message names it by `where`.
   """
   made = value.Instantiate() if isinstance(value, BaseHParams) else value
   if not isinstance(made, kind):

@@ -27,21 +27,18 @@ Variables = dict[str, dict[str, dict[str, Any]]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Collected:
-  """Side outputs of a run.
+  """Side outputs of a run."""
 
-  Attributes:
-    non_trainable: New values of all non-trainable variables.
-    summaries: Path -> scalar, added with `add_summary`.
-    aux_losses: Path -> (value, weight), added with `add_aux_loss`.
-  """
-
+  # New values of all non-trainable variables: path of the layer -> name.
   non_trainable: dict[str, dict[str, Any]] = dataclasses.field(
     default_factory=dict
   )
-  summaries: dict[str, Any] = dataclasses.field(default_factory=dict)
+  summaries: dict[str, Any] = dataclasses.field(
+    default_factory=dict
+  )  # Path -> scalar.
   aux_losses: dict[str, tuple[Any, Any]] = dataclasses.field(
     default_factory=dict
-  )
+  )  # Path -> (value, weight).
 
   def add(self, other: 'Collected', prefix: str = '') -> None:
     """Adds the summaries and losses of `other`, their names prefixed."""
@@ -61,28 +58,23 @@ def add(into: dict[str, Any], name: str, value: Any) -> None:
 
 @dataclasses.dataclass
 class Run:
-  """The state of one run of `init` or `apply`, shared by its layers.
+  """The state of one run of `init` or `apply`, shared by its layers."""
 
-  Attributes:
-    init_key: Key for the initial values, or None in a run of `apply`.
-    do_eval: Whether this is an evaluation.
-    verbosity: Highest verbosity of the summaries to collect.
-    collected: Side outputs of the layers so far.
-    created: Path of the layer -> name -> (declaration, whether trainable).
-    shared: Layers with several parents, by `shared_weight_layer_id` or by the
-      id of their template.
-    stacks: Stacks whose layers are being created, outermost first, as (path,
-      number of layers).
-  """
-
+  # Key for the initial values, or None in a run of `apply`.
   init_key: jax.Array | None = None
-  do_eval: bool = True
-  verbosity: int = -1
+  do_eval: bool = True  # Whether this is an evaluation.
+  verbosity: int = -1  # Highest verbosity of the summaries to collect.
+  # Side outputs of the layers so far.
   collected: Collected = dataclasses.field(default_factory=Collected)
+  # Path of the layer -> name -> (declaration, whether trainable).
   created: dict[str, dict[str, tuple[weights.WeightHParams, bool]]] = (
     dataclasses.field(default_factory=dict)
   )
+  # Layers with several parents, by `shared_weight_layer_id` or by the id of
+  # their template.
   shared: dict[Any, Any] = dataclasses.field(default_factory=dict)
+  # Stacks whose layers are being created, outermost first, as (path, number of
+  # layers).
   stacks: tuple[tuple[str, int], ...] = ()
 
   def value(self, path: str, name: str) -> jax.Array:
@@ -107,11 +99,9 @@ class Run:
       return get(name, weight.full_shape, weight.dtype, init=make)
 
   def tree(self, make: Callable[..., Any], above: str = '') -> Variables:
-    """Returns a tree of variables like `init`, with other leaves.
+    """Returns a tree like `init`, with leaves `make(path, name, declaration)`.
 
-    Args:
-      make: Function of (path, name, declaration) that returns a leaf.
-      above: Prefix of the paths to include. The tree's paths lack it.
+    It has the paths with the prefix `above`, and lacks this prefix.
     """
     tree: Variables = {PARAMS: {}, NON_TRAINABLE: {}}
     for path, created in self.created.items():
@@ -127,12 +117,9 @@ class Run:
 
     Args:
       key: Key of the layer in `shared`.
-      path: Path of the layer within this parent. The first parent's path is
-        used for the variables.
+      path: Path of the layer within this parent. The variables have the path of
+        the first parent.
       layer: The layer, not yet bound to a run.
-
-    Raises:
-      ValueError: The layers with this key differ.
     """
     if key not in self.shared:
       self.shared[key] = layer.bound(path, self)

@@ -56,8 +56,6 @@ def maxtext_to_pax(settings: Mapping[str, Any]) -> dict[str, Any]:
   }
   if set(_MESH) & set(settings):
     sizes = [given[name] for name in _MESH]
-    first = (
-      1 if sizes[0] == sizes[4] == 1 else 0
-    )  # Leave out a stage axis of 1.
+    first = int(sizes[0] == sizes[4] == 1)  # Leave out a stage axis of 1.
     pax |= zip(_SHAPES, (sizes[first:4], sizes[4 + first :]), strict=True)
   return pax

@@ -35,8 +35,7 @@ from jaxline.inputs import base as inputs
 
 __getattr__ = hparams.refuse_names_of_pax(__name__)
 
-BaseHParams = hparams.BaseHParams
-sub_config_field = base_layer.sub_config_field
+LayerTpl = base_layer.LayerTpl
 template_field = base_layer.template_field
 
 # Name -> (mean, weight), scalars.
@@ -46,37 +45,27 @@ PerExample = dict[str, jax.Array]
 
 
 # Fields of a decoder whose names differ in `decoding.Options`.
-_OPTIONS = {'k': 'top_k', 'p': 'top_p'}
+_OPTIONS = {'k': 'top_k', 'p': 'top_p', 'eos_id': 'stop_ids'}
 
 
-class DecoderHParams(BaseHParams):
-  """Hyperparameters of all decoders. Each subclass is a decoding method.
+class DecoderHParams(hparams.BaseHParams):
+  """Hyperparameters of all decoders. Each subclass is a decoding method."""
 
-  Attributes:
-    max_decode_steps: Maximum number of tokens of a continuation.
-    eos_id: Token or tokens that end a continuation. If None, no token does.
-  """
-
-  max_decode_steps: int = 0
+  max_decode_steps: int = 0  # Maximum number of tokens of a continuation.
+  # Token or tokens that end a continuation. If None, no token does.
   eos_id: int | Sequence[int] | None = 2
   _method = ''
 
   def to_options(self) -> decoding.Options:
-    """Returns the options for `decoding.decode`.
-
-    Raises:
-      ValueError: A value is invalid.
-    """
+    """Returns the options for `decoding.decode`."""
     ids = () if self.eos_id is None else self.eos_id
-    fields = {
-      _OPTIONS.get(name, name): value
-      for name, value in self.items()
-      if name != 'eos_id' and (name, value) != ('p', None)
-    }
+    fields = dict(self.items())
+    fields['eos_id'] = (ids,) if isinstance(ids, int) else tuple(ids)
+    if fields.get('p', 0) is None:
+      del fields['p']
     return decoding.Options(
       method=self._method,
-      stop_ids=(ids,) if isinstance(ids, int) else tuple(ids),
-      **fields,
+      **{_OPTIONS.get(name, name): value for name, value in fields.items()},
     )
 
 
@@ -87,37 +76,25 @@ class GreedyDecoderHParams(DecoderHParams):
 
 
 class SampleDecoderHParams(DecoderHParams):
-  """Draws a random token at each step.
+  """Draws a random token at each step."""
 
-  Attributes:
-    num_samples: Number of continuations of each prompt.
-    sort_samples: Whether to sort the continuations of a prompt by score.
-    temperature: Divisor of the logits, applied after `k` and `p`.
-    k: Number of likeliest tokens to draw from. If 0, all tokens.
-    p: Draw from the fewest of these tokens whose probabilities sum to `p`. If
-      None, from all of them.
-  """
-
-  num_samples: int = 1
-  sort_samples: bool = True
-  temperature: float = 1.0
-  k: int = 40
+  num_samples: int = 1  # Continuations of each prompt.
+  sort_samples: bool = True  # Whether to sort those of a prompt by score.
+  temperature: float = 1.0  # Divisor of the logits, applied after `k` and `p`.
+  k: int = 40  # Number of likeliest tokens to draw from. If 0, all tokens.
+  # Draw from the fewest of these tokens whose probabilities sum to `p`. If
+  # None, from all of them.
   p: float | None = None
   _method = 'sample'
 
 
 class BeamSearchHParams(DecoderHParams):
-  """Searches for the likeliest continuation as a whole.
+  """Searches for the likeliest continuation as a whole."""
 
-  Attributes:
-    beam_size: Number of hypotheses for each prompt. Only those that ended with
-      `eos_id` are returned.
-    length_norm_alpha: Exponent of the length normalization; see
-      `decoding.length_norm`.
-  """
-
+  # Number of hypotheses for each prompt. Only those that ended with `eos_id`
+  # are returned.
   beam_size: int = 1
-  length_norm_alpha: float = 0.8
+  length_norm_alpha: float = 0.8  # Exponent; see `decoding.length_norm`.
   _method = 'beam'
 
 
@@ -126,14 +103,7 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
 
   @abc.abstractmethod
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the network.
-
-    Args:
-      batch: Arrays [B, ...].
-
-    Returns:
-      The predictions, for `compute_loss`.
-    """
+    """Runs the network on arrays [B, ...]; returns input of `compute_loss`."""
 
   @abc.abstractmethod
   def compute_loss(
@@ -156,12 +126,10 @@ class BaseModel(base_layer.BaseLayer, abc.ABC):
     self, avg_xent: jax.Array, weight: jax.Array
   ) -> WeightedScalars:
     """Returns the total loss and its parts, as metrics."""
-    added = list(self.aux_losses.values())
     total, weights = jnp.float32(0), jnp.float32(1)
-    if added:
+    if added := self.aux_losses.values():
       values, counts = zip(*added, strict=True)
-      total = jnp.float32(sum(values))
-      weights = jnp.mean(jnp.float32(counts))
+      total, weights = jnp.float32(sum(values)), jnp.mean(jnp.float32(counts))
     return {
       'total_loss': (avg_xent + total, weight),
       'avg_xent': (avg_xent, weight),
@@ -191,12 +159,9 @@ class _TokenModel(BaseModel):
   A subclass sets `_network` in `setup` and defines `start_decoding(batch,
   max_decode_steps)`, which returns the network's cache, the prompts [B, T] and
   their lengths [B].
-
-  Attributes:
-    decoder_tpl: Default decoder of `decode`.
   """
 
-  decoder_tpl: DecoderHParams = sub_config_field(GreedyDecoderHParams)
+  decoder_tpl: DecoderHParams = template_field(GreedyDecoderHParams)
 
   def _token_loss(
     self, x_BLD: jax.Array, targets: Mapping[str, Any]
@@ -207,12 +172,10 @@ class _TokenModel(BaseModel):
     found = self._network.compute_loss(x_BLD, labels_BL, weights_BL)
     weight = found['total_weight']
     avg_xent = _mean(found['total_loss'], weight)
+    correct = _mean(found['correct'], weight)
     metrics = self._with_aux_loss(avg_xent, weight) | {
       'log_pplx': (avg_xent, weight),
-      'fraction_of_correct_next_step_preds': (
-        _mean(found['correct'], weight),
-        weight,
-      ),
+      'fraction_of_correct_next_step_preds': (correct, weight),
       'num_predictions': (weight, jnp.ones_like(weight)),
     }
     xent_BL = found['per_token_xent']
@@ -235,21 +198,15 @@ class _TokenModel(BaseModel):
     rng: jax.Array | None = None,
     options: DecoderHParams | decoding.Options | None = None,
   ) -> decoding.Decoded:
-    """Continues the prompts of a batch.
-
-    This is a pure function to call from outside of a run, like `apply`.
+    """Continues the prompts of a batch: a pure function, as is `apply`.
 
     Args:
       variables: Variables, as `init` returns them.
       batch: Prompts, as for `start_decoding`.
       rng: Random key. Required if tokens are drawn.
       options: Decoder. If None, `decoder_tpl`.
-
-    Returns:
-      A `decoding.Decoded`.
     """
-    if options is None:
-      options = self.hparams.decoder_tpl
+    options = options or self.decoder_tpl
     if isinstance(options, DecoderHParams):
       options = options.to_options()
 
@@ -276,16 +233,12 @@ class LanguageModel(_TokenModel):
   A batch has `ids`, `labels` and `weights`, [B, L]; the weights may be [B]. For
   a network with `packed_input`, it has `segment_ids` and `segment_pos` too. For
   other networks, `paddings` is optional.
-
-  Attributes:
-    lm_tpl: Template of the network.
   """
 
-  lm_tpl: Any = template_field(transformers.TransformerLm)
+  lm_tpl: LayerTpl = template_field(transformers.TransformerLm)
 
   def setup(self) -> None:
-    """Creates the network."""
-    self.create_child('lm', self.hparams.lm_tpl)
+    self.create_child('lm', self.lm_tpl)
     self._network = self.lm
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,13 +263,11 @@ class LanguageModel(_TokenModel):
   ) -> tuple[WeightedScalars, PerExample]:
     """Returns the metrics of the tokens, and the results of each row.
 
-    Returns:
-      A dict of metrics: `total_loss`, the sum of `avg_xent` and `aux_loss`;
-      `avg_xent` and `log_pplx`, both in nats per token;
-      `fraction_of_correct_next_step_preds`; and `num_predictions`, the sum of
-      the tokens' weights. A dict of each row's results: `labels` and
-      `per_token_xent`, [B, L], and `scores`, the log probability of the row,
-      [B].
+    `total_loss` is the sum of `avg_xent` and `aux_loss`; `avg_xent` and
+    `log_pplx` are nats per token; `num_predictions` is the sum of the tokens'
+    weights; there is `fraction_of_correct_next_step_preds`. The rows have
+    `labels` and `per_token_xent`, [B, L], and `scores`, the log probability of
+    the row, [B].
     """
     return self._token_loss(predictions['hidden'], batch)
 
@@ -344,26 +295,19 @@ class SequenceModel(_TokenModel):
   `weights`, the `weights` of the batch are used. A run that accumulates
   gradients weights the parts of a batch by the `weights` of the batch, so for
   exact results put the target's weights there too.
-
-  Attributes:
-    model_tpl: Template of the network.
   """
 
-  model_tpl: Any = template_field(transformers.TransformerEncoderDecoder)
+  model_tpl: LayerTpl = template_field(transformers.TransformerEncoderDecoder)
 
   def setup(self) -> None:
-    """Creates the network."""
-    self.create_child('model', self.hparams.model_tpl)
+    self.create_child('model', self.model_tpl)
     self._network = self.model
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `hidden`, the input of the output layer, [B, L, D]."""
-    source, target = batch['src'], batch['tgt']
-    return {
-      'hidden': self.model.hidden(
-        source['ids'], source['paddings'], target['ids']
-      )
-    }
+    source, target_ids = batch['src'], batch['tgt']['ids']
+    hidden = self.model.hidden(source['ids'], source['paddings'], target_ids)
+    return {'hidden': hidden}
 
   def compute_loss(
     self, predictions: Mapping[str, Any], batch: Mapping[str, Any]
@@ -394,30 +338,23 @@ class SequenceModel(_TokenModel):
 
 
 class ClassificationModel(BaseModel):
-  """A model of one label per row, for example of images.
+  """A model of one label per row, for example of images."""
 
-  Attributes:
-    network_tpl: Template of the network, from the input to features [B, D].
-    softmax_tpl: Template of the output layer, from features to logits, such as
-      `FullSoftmax.HParams`.
-    input_field: Entry of the batch with the network's input.
-    label_field: Entry with the labels, integers [B]; or, like Pax's
-      `label_probs`, with the probability of each label, [B, V].
-  """
-
-  network_tpl: Any = template_field(resnets.ResNet)
-  softmax_tpl: Any = template_field(embedding_softmax.FullSoftmax)
-  input_field: str = 'image'
+  # From the input to features [B, D], and from these to logits.
+  network_tpl: LayerTpl = template_field(resnets.ResNet)
+  softmax_tpl: LayerTpl = template_field(embedding_softmax.FullSoftmax)
+  input_field: str = 'image'  # Entry of the batch with the network's input.
+  # Entry with the labels, integers [B]; or, like Pax's `label_probs`, with the
+  # probability of each label, [B, V].
   label_field: str = 'label'
 
   def setup(self) -> None:
-    """Creates the network and the output layer."""
-    self.create_child('network', self.hparams.network_tpl)
-    self.create_child('softmax', self.hparams.softmax_tpl)
+    self.create_child('network', self.network_tpl)
+    self.create_child('softmax', self.softmax_tpl)
 
   def compute_predictions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `logits`, float32 [B, V]."""
-    features_BD = self.network(batch[self.hparams.input_field])
+    features_BD = self.network(batch[self.input_field])
     return {'logits': self.softmax.get_logits(features_BD)}
 
   def compute_loss(
@@ -425,15 +362,13 @@ class ClassificationModel(BaseModel):
   ) -> tuple[WeightedScalars, PerExample]:
     """Returns the metrics of the labels, and the results of each row.
 
-    Returns:
-      A dict of metrics: `total_loss`, the sum of `avg_xent` and `aux_loss`;
-      `avg_xent` in nats; `accuracy`; `error`, 1 minus the accuracy; `acc5`, how
-      often the label is among the five likeliest; and `num_predictions`, the
-      sum of the weights. A dict of each row's results: `labels`, `xent` and
-      `correct`, [B].
+    `total_loss` is the sum of `avg_xent`, in nats, and `aux_loss`; `error` is 1
+    minus `accuracy`; `acc5` is how often the label is among the five likeliest;
+    `num_predictions` is the sum of the weights. The rows have `labels`, `xent`
+    and `correct`, [B].
     """
     logits_BV = predictions['logits']
-    labels = labels_B = batch[self.hparams.label_field]
+    labels = labels_B = batch[self.label_field]
     if labels.ndim > 1:
       labels_B = labels.argmax(axis=-1)
     weights_B = _weights(batch, labels_B)

@@ -1,7 +1,8 @@
-"""Tests of metrics against NumPy, and of decoding against a cacheless loop."""
+"""Models: their metrics are NumPy's and Praxis's, decoding needs no cache."""
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,9 @@ STACK = transformers.StackedTransformer.HParams(
   hidden_dims=32,
   num_heads=2,
   transformer_layer_params_tpl=transformers.Transformer.HParams(
-    tr_atten_tpl=attentions.DotProductAttention.HParams(combine_qkv=True),
+    tr_atten_tpl=attentions.DotProductAttention.HParams(
+      combine_qkv=True, atten_logit_cap=2.0
+    ),
     tr_fflayer_tpl=transformers.TransformerFeedForward.HParams(
       activation_tpl=activations.GELU.HParams()
     ),
@@ -44,44 +47,52 @@ STACK = transformers.StackedTransformer.HParams(
 class Table(base_layer.BaseLayer):
   """The smallest language model, which predicts from one token."""
 
-  class HParams(base_layer.BaseLayer.HParams):
-    """Attributes: packed_input: Whether it needs segments."""
-
-    packed_input: bool = False
+  packed_input: bool = False
 
   def setup(self):
-    self.create_child(
-      'softmax',
-      embedding_softmax.SharedEmbeddingSoftmax.HParams(
-        num_classes=VOCAB, input_dims=16
-      ),
-    )
+    softmax = embedding_softmax.SharedEmbeddingSoftmax.HParams()
+    self.create_child('softmax', softmax, num_classes=VOCAB, input_dims=16)
 
-  def hidden(self, ids, **segments):
+  def hidden(self, ids):
     self.add_aux_loss('one', jnp.float32(0.25), 3.0)
     self.add_aux_loss('other', 0.625)
-    x = self.softmax.emb_lookup(ids)
-    for factor, entry in zip((1.0, 100.0), segments.values(), strict=False):
-      x += factor * entry.astype(jnp.float32)[..., None]
-    return x
+    return self.softmax.emb_lookup(ids)
 
   def compute_loss(self, x, labels, weights):
     return self.softmax.compute_loss(x, labels, weights)
 
 
-def table_model(**kwargs):
-  return models.LanguageModel.HParams(
-    lm_tpl=Table.HParams(**kwargs)
-  ).Instantiate()
+def language_model(stack, **fields):
+  lm = transformers.TransformerLm.HParams(
+    stacked_transformer_tpl=stack, **SIZES
+  )
+  return models.LanguageModel.HParams(lm_tpl=lm.set(**fields))
+
+
+def repeated(block, times=2):
+  return transformers.StackedTransformerRepeated.HParams(
+    block=block, x_times=times
+  )
+
+
+def rotary_pipeline():
+  stack = STACK.clone()
+  attention = stack.transformer_layer_params_tpl.tr_atten_tpl
+  attention.set(num_kv_heads=1, use_rotary_position_emb=True)
+  return transformers.PipelinedTransformer.HParams(
+    pipeline_stage=repeated(stack, 1),
+    num_pipeline_stages=2,
+    num_pipeline_microbatches=3,
+  )
 
 
 def sequence_model():
   network = transformers.TransformerEncoderDecoder.HParams(
     encoder_stacked_transformer_tpl=STACK,
-    decoder_stacked_transformer_tpl=STACK,
+    decoder_stacked_transformer_tpl=repeated(STACK),
     **SIZES,
   )
-  return models.SequenceModel.HParams(model_tpl=network).Instantiate()
+  return models.SequenceModel.HParams(model_tpl=network)
 
 
 def tokens(seed, *shape):
@@ -89,12 +100,12 @@ def tokens(seed, *shape):
   return jnp.asarray(rng.integers(0, VOCAB, shape), jnp.int32)
 
 
-def random_variables(model):
+def random_variables(model, seed=0):
   """Returns variables whose predictions are far from uniform.
 
   Compiling `init` would take longer than the rest of a test.
   """
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(seed)
 
   def draw(weight):
     scale = 1 / np.sqrt(weight.shape[0]) if len(weight.shape) > 1 else 0.1
@@ -152,7 +163,7 @@ def check_token_metrics(metrics, per_example, logits, labels, weights, aux=0.0):
 
 
 def test_language_model_metrics():
-  model = table_model()
+  model = models.LanguageModel.HParams(lm_tpl=Table.HParams()).Instantiate()
   variables = random_variables(model)
   batch = {
     'ids': tokens(0, 3, 5),
@@ -181,130 +192,125 @@ def test_language_model_metrics():
   assert metrics['avg_xent'] == (0, 0)
   assert metrics['num_predictions'] == (0, 1)
   assert all((g == 0).all() for g in jax.tree.leaves(grads))
-
-
-def test_rows_have_weights_where_tokens_have_none():
-  model = table_model()
-  variables = random_variables(model)
-  batch = {'ids': tokens(0, 2, 4), 'labels': tokens(1, 2, 4)}
-
-  @jax.jit
-  def run(batch):
-    metrics, per_example = model.apply(variables, batch)
-    return metrics['avg_xent'], per_example['per_token_xent']
-
-  (mean, weight), xent = run(batch)
-  assert weight == 8
-  assert mean == pytest.approx(float(xent.mean()), rel=1e-5)
-  (mean, weight), xent = run(batch | {'weights': jnp.float32([0, 1])})
-  assert weight == 4
-  assert mean == pytest.approx(float(xent[1].mean()), rel=1e-5)
-
-
-def test_packed_input_is_handed_on():
-  batch = {
-    'ids': jnp.zeros([1, 3], jnp.int32),
-    'segment_ids': jnp.int32([[1, 1, 2]]),
-    'segment_pos': jnp.int32([[0, 1, 0]]),
-  }
-
-  def hidden(**kwargs):
-    model = table_model(**kwargs)
-    return model.apply(
-      random_variables(model), batch, method='compute_predictions'
-    )['hidden'][0, :, 0]
-
-  np.testing.assert_allclose(
-    hidden(packed_input=True) - hidden(), [1, 101, 2], rtol=1e-5
-  )
-  del batch['segment_pos']
-  with pytest.raises(
-    ValueError,
-    match=r"lacks \['segment_pos'\]; it has \['ids', 'segment_ids'\]",
+  # Rows may have weights where tokens have none. By default, all count equally.
+  run = jax.jit(model.apply)
+  del batch['weights']
+  for given, weights in (
+    ({'weights': jnp.float32([0, 1, 2])}, np.outer([0, 1, 2], np.ones(5))),
+    ({}, np.ones([3, 5])),
   ):
-    hidden(packed_input=True)
+    metrics, per_example = run(variables, batch | given)
+    check_token_metrics(
+      metrics, per_example, logits, batch['labels'], weights, aux=0.875
+    )
 
 
-def continue_without_cache(next_logits, prompts, steps, stop):
-  """Decodes each prompt greedily by itself."""
-  found = []
-  for row, prompt in enumerate(prompts):
-    new, score = [], 0.0
-    while len(new) < steps and stop not in new:
-      logp = log_softmax(next_logits(row, [*prompt, *new]))
-      new.append(int(logp.argmax()))
-      score += logp.max()
-    found.append((new, score))
-  return found
-
-
-def check_decoded(decoded, expected):
-  for row, (new, score) in enumerate(expected):
-    assert decoded.lengths[row, 0] == len(new)
-    assert decoded.ids[row, 0, : len(new)].tolist() == new
-    assert decoded.scores[row, 0] == pytest.approx(score, rel=1e-3)
+def test_packed_input_needs_segments():
+  model = small_model(packed=True)
+  batch = {'ids': jnp.zeros([1, 3], jnp.int32), 'segment_ids': None}
+  with pytest.raises(ValueError, match=r"lacks \['segment_pos'\]; it has"):
+    model.apply(praxis_variables(model), batch)
 
 
 PROMPTS = [[3, 1, 4, 1], [5], [9, 2]]
 LENGTH = 10
 
 
-def padded(rows):
-  ids = np.zeros([len(rows), max(map(len, rows))], np.int32)
-  for row, prompt in enumerate(rows):
-    ids[row, : len(prompt)] = prompt
-  return {'ids': jnp.asarray(ids), 'lengths': jnp.int32([*map(len, rows)])}
+def padded(rows, length):
+  return jnp.int32([[*row, *[0] * (length - len(row))] for row in rows])
 
 
-def test_language_model_decodes():
-  lm = transformers.TransformerLm.HParams(
-    stacked_transformer_tpl=STACK, **SIZES
+@pytest.mark.parametrize(
+  'model_p',
+  [
+    # A loop of loops, with sinusoids.
+    language_model(repeated(repeated(STACK))),
+    language_model(
+      STACK.clone().set(num_layers=2),
+      position_emb_tpl=(
+        embedding_softmax.TrainablePositionalEmbedding.HParams(
+          max_seq_length=LENGTH
+        )
+      ),
+    ),
+    language_model(rotary_pipeline(), position_emb_tpl=None),
+    sequence_model(),
+  ],
+  ids=['loop', 'unrolled', 'pipeline', 'sequence'],
+)
+def test_decoding_is_that_without_a_cache(model_p):
+  model = model_p.Instantiate()
+  variables = random_variables(model, seed=4)
+  (softmax,) = (
+    of for path, of in variables['params'].items() if path.endswith('softmax')
   )
-  model = models.LanguageModel.HParams(lm_tpl=lm).Instantiate()
-  variables = random_variables(model)
-  network = lm.clone().set(name='language_model/lm').Instantiate()
-  forward = jax.jit(lambda ids: network.apply(variables, ids))
+  paddings = jnp.zeros([3, 5]).at[0, 3:].set(1).at[2, 1:].set(1)
 
-  def next_logits(row, prefix):
-    del row
-    ids = np.zeros([1, LENGTH], np.int32)
-    ids[0, : len(prefix)] = prefix  # Tokens do not see later ones.
-    return forward(ids)[0, len(prefix) - 1]
-
-  steps = LENGTH - max(map(len, PROMPTS))
-  ((free, _),) = continue_without_cache(next_logits, PROMPTS[:1], steps, -1)
-  stop = next(token for token in free if token != free[0])
-  expected = continue_without_cache(next_logits, PROMPTS, steps, stop)
-  assert 1 < len(expected[0][0]) < steps
-  assert len({tuple(new) for new, _ in expected}) == len(PROMPTS)
-  # The default decoder is the model's.
-  greedy = models.GreedyDecoderHParams(max_decode_steps=steps, eos_id=stop)
-  own = model.hparams.clone().set(decoder_tpl=greedy).Instantiate()
-  check_decoded(jax.jit(own.decode)(variables, padded(PROMPTS)), expected)
-
-
-def test_sequence_model_is_evaluated_and_decodes():
-  model = sequence_model()
-  variables = random_variables(model)
-  source, target = tokens(0, 2, 5), tokens(1, 2, LENGTH)
-  paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
-  softmax = variables['params']['sequence_model/model/softmax']
+  def batch(**target):
+    if isinstance(model, models.LanguageModel):
+      return target
+    return {
+      'src': {'ids': tokens(0, 3, 5), 'paddings': paddings},
+      'tgt': target,
+    }
 
   @jax.jit
-  def run(source, target):
-    batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
-    predictions = model.apply(variables, batch, method='compute_predictions')
-    metrics, per_example = model.apply(
-      variables, predictions, batch, method='compute_loss'
-    )
-    logits = predictions['hidden'] @ softmax['w'] + softmax['bias'][None, None]
-    return metrics, per_example, logits
+  def logits(ids):
+    found = model.apply(variables, batch(ids=ids), method='compute_predictions')
+    return found['hidden'] @ softmax['w'] + softmax['bias'][None, None]
 
+  # Each row is continued from its own prompt with the likeliest tokens.
+  rows, steps = [list(row) for row in PROMPTS], LENGTH - 4
+  scores = np.zeros([3, steps])
+  for step in range(steps):
+    logp = log_softmax(logits(padded(rows, LENGTH)))
+    for row, prefix in enumerate(rows):
+      scores[row, step] = logp[row, len(prefix) - 1].max()
+      prefix.append(int(logp[row, len(prefix) - 1].argmax()))
+  found = [
+    row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)
+  ]
+  others = [token for new in found for token in new[1:] if token != new[0]]
+  stop = others[0] if others else None  # Such a token ends a continuation.
+  # The decoder is the model's. Two samples share a prompt's cache.
+  model_p = model_p.clone().set(
+    decoder_tpl=models.SampleDecoderHParams(
+      max_decode_steps=steps, eos_id=stop, temperature=0.0, num_samples=2
+    )
+  )
+  lengths = jnp.int32([*map(len, PROMPTS)])
+  decoded = jax.jit(model_p.Instantiate().decode)(
+    variables, batch(ids=padded(PROMPTS, 4), lengths=lengths), KEY
+  )
+  for row, new in enumerate(found):
+    length = new.index(stop) + 1 if stop in new else steps
+    for sample in range(2):
+      assert decoded.lengths[row, sample] == length
+      assert decoded.ids[row, sample, :length].tolist() == new[:length]
+      score = scores[row, :length].sum()
+      assert decoded.scores[row, sample] == pytest.approx(score, rel=1e-4)
+
+
+def test_sequence_model_metrics():
+  model = sequence_model().Instantiate()
+  variables = random_variables(model)
+  source = tokens(0, 2, 5)
+  paddings = jnp.zeros([2, 5]).at[0, 3:].set(1)
   target = {
-    'ids': target,
+    'ids': tokens(1, 2, LENGTH),
     'labels': tokens(2, 2, LENGTH),
     'weights': jnp.ones([2, LENGTH]).at[0, 3:].set(0),
   }
+  softmax = variables['params']['sequence_model/model/softmax']
+
+  @jax.jit
+  def run(source, target, **kwargs):
+    batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': target}
+    apply = functools.partial(model.apply, variables)
+    found = apply(batch, method='compute_predictions')
+    logits = found['hidden'] @ softmax['w'] + softmax['bias'][None, None]
+    return *apply(found, batch | kwargs, method='compute_loss'), logits
+
   metrics, per_example, logits = run(source, target)
   check_token_metrics(
     metrics, per_example, logits, target['labels'], target['weights']
@@ -312,62 +318,45 @@ def test_sequence_model_is_evaluated_and_decodes():
   # Padding of the source does not count.
   other = source.at[0, 3:].set((source[0, 3:] + 1) % VOCAB)
   assert run(other, target)[0]['avg_xent'] == metrics['avg_xent']
-
   # A padding row does not count either.
-  batch = {'tgt': {'labels': target['labels']}, 'weights': jnp.float32([0, 1])}
-  x = jnp.ones([2, LENGTH, softmax['w'].shape[0]])
-  found, _ = jax.jit(
-    lambda batch: model.apply(
-      variables, {'hidden': x}, batch, method='compute_loss'
-    )
-  )(batch)
+  del target['weights']
+  found, *_ = run(source, target, weights=jnp.float32([0, 1]))
   assert found['num_predictions'] == (LENGTH, 1)
 
-  def next_logits(row, prefix):
-    ids = np.zeros([2, LENGTH], np.int32)
-    ids[row, : len(prefix)] = prefix
-    return run(source, target | {'ids': ids})[2][row, len(prefix) - 1]
 
-  steps, prompts = 5, [[0], [0, 6]]
-  expected = continue_without_cache(next_logits, prompts, steps, stop=-1)
-  options = models.GreedyDecoderHParams(max_decode_steps=steps).to_options()
-  batch = {'src': {'ids': source, 'paddings': paddings}, 'tgt': padded(prompts)}
-  decode = jax.jit(model.decode, static_argnames='options')
-  check_decoded(decode(variables, batch, options=options), expected)
-
-
-def test_decoder_hparams_are_options():
-  sample = models.SampleDecoderHParams(
-    max_decode_steps=4, num_samples=2, temperature=0.5, k=3, p=0.9, eos_id=1
-  )
-  assert sample.to_options() == decoding.Options(
-    method='sample',
-    max_decode_steps=4,
-    num_samples=2,
-    temperature=0.5,
-    top_k=3,
-    top_p=0.9,
-    stop_ids=(1,),
-  )
-  assert (
-    models.SampleDecoderHParams(max_decode_steps=4).to_options().top_k == 40
-  )
-  beam = models.BeamSearchHParams(
-    max_decode_steps=4, beam_size=4, eos_id=(1, 2)
-  )
-  assert beam.to_options() == decoding.Options(
-    method='beam',
-    max_decode_steps=4,
-    beam_size=4,
-    length_norm_alpha=0.8,
-    stop_ids=(1, 2),
-  )
-  with pytest.raises(ValueError, match='max_decode_steps is 0'):
-    models.GreedyDecoderHParams().to_options()
-  with pytest.raises(ValueError, match='top_k is None'):
-    models.SampleDecoderHParams(max_decode_steps=1, k=None).to_options()
-  with pytest.raises(ValueError, match="method is ''; expected one of"):
-    models.DecoderHParams(max_decode_steps=1).to_options()
+@pytest.mark.parametrize(
+  ('decoder', 'options'),
+  [
+    (
+      models.GreedyDecoderHParams(max_decode_steps=4),
+      {'method': 'greedy', 'stop_ids': (2,)},
+    ),
+    (
+      models.SampleDecoderHParams(max_decode_steps=4, eos_id=None),
+      {'method': 'sample', 'top_k': 40},
+    ),
+    (
+      models.SampleDecoderHParams(
+        max_decode_steps=4, num_samples=2, temperature=0.5, k=3, p=0.9, eos_id=1
+      ),
+      {
+        'method': 'sample',
+        'num_samples': 2,
+        'temperature': 0.5,
+        'top_k': 3,
+        'top_p': 0.9,
+        'stop_ids': (1,),
+      },
+    ),
+    (
+      models.BeamSearchHParams(max_decode_steps=4, beam_size=3, eos_id=(1, 2)),
+      {'method': 'beam', 'beam_size': 3, 'stop_ids': (1, 2)},
+    ),
+  ],
+)
+def test_decoder_hparams_are_options(decoder, options):
+  expected = decoding.Options(max_decode_steps=4, **options)
+  assert decoder.to_options() == expected
 
 
 def classifier(classes=7):
@@ -429,27 +418,55 @@ def test_classification_metrics():
   # If there are no weights, all rows count equally.
   metrics, _ = run(variables, batch)
   assert float(metrics['avg_xent'][0]) == pytest.approx(nats.mean(), rel=1e-4)
+  # Any label is among the five likeliest of three.
+  few, batch = classifier(classes=3), batch | {'y': batch['y'] % 3}
+  metrics, _ = jax.jit(few.apply)(random_variables(few), batch)
+  assert metrics['acc5'] == (1, 64)
 
 
-def test_acc5_of_fewer_classes_is_1():
-  model = classifier(classes=3)
-  batch = {'x': jnp.ones([2, 3]), 'y': jnp.int32([0, 2])}
-  metrics, _ = jax.jit(model.apply)(random_variables(model), batch)
-  assert metrics['acc5'] == (1, 2)
+# Comparison with Praxis.
 
-
-def test_a_model_needs_its_network():
-  with pytest.raises(TypeError, match='HParams of a layer; got None'):
-    models.LanguageModel.HParams(lm_tpl=None).Instantiate().init(KEY)
-  # The default network has no sizes, as in Praxis.
-  with pytest.raises(ValueError, match=r'softmax/emb_var.* still 0'):
-    models.LanguageModel.HParams().Instantiate().init(KEY)
-  assert issubclass(models.BaseModel, base_layer.BaseLayer)
+# Path of a layer's weights -> seed of their values; the bias has the next one.
+SEEDS = {
+  'self_attention/query': 10,
+  'self_attention/key': 12,
+  'self_attention/value': 14,
+  'self_attention/post': 16,
+  'self_attention/per_dim_scale': 18,
+  'layer_norm': 30,
+  'ff_layer/layer_norm': 40,
+  'ff_layer/ffn_layer1': 50,
+  'ff_layer/ffn_layer2': 52,
+  'cross_attention/query': 60,
+  'cross_attention/key': 62,
+  'cross_attention/value': 64,
+  'cross_attention/post': 66,
+  'cross_attention/per_dim_scale': 68,
+  'cross_layer_norm': 80,
+  'final_ln': 90,
+  'softmax': 92,
+}
 
 
 def _value(seed, *shape):
   flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
-  return jnp.float32(flat.reshape(shape))
+  return np.float32(flat.reshape(shape))
+
+
+def praxis_variables(layer):
+  """Returns the variables that Praxis had; 100 is added to a layer's seeds."""
+
+  def one(path, weight):
+    _, path, name = (key.key for key in path)
+    found = re.fullmatch(r'(?:m/lm/|t/)(?:.*x_layers_(.)/)?(.*)', path)
+    seed = SEEDS[found[2]] + (name in ('b', 'bias'))
+    if not weight.repeat_prefix:
+      return _value(seed + 100 * int(found[1] or 0), *weight.shape)
+    (times,) = weight.repeat_prefix
+    layers = [_value(seed + 100 * i, *weight.shape) for i in range(times)]
+    return np.stack(layers)
+
+  return jax.tree_util.tree_map_with_path(one, layer.abstract_init())
 
 
 # The first row has two documents, and the second has padding.
@@ -468,46 +485,8 @@ PADDED_BATCH = TYPED_BATCH | {
 }
 
 
-def _typed_layer(seed=0):
-  """Returns the weights of one layer."""
-  return (
-    {
-      f'self_attention/{part}': {
-        'w': _value(seed + 10 + 2 * i, 4, 2, 2),
-        'b': _value(seed + 11 + 2 * i, 2, 2),
-      }
-      for i, part in enumerate(('query', 'key', 'value'))
-    }
-    | {
-      'self_attention/post': {
-        'w': _value(seed + 16, 2, 2, 4),
-        'b': _value(seed + 17, 4),
-      },
-      'self_attention/per_dim_scale': {'per_dim_scale': _value(seed + 18, 2)},
-    }
-    | {
-      f'{name}layer_norm': {'scale': _value(i, 4), 'bias': _value(i + 1, 4)}
-      for name, i in (('', seed + 30), ('ff_layer/', seed + 40))
-    }
-    | {
-      f'ff_layer/ffn_layer{1 + i}': {
-        'w': _value(seed + 50 + 2 * i, *shape),
-        'b': _value(seed + 51 + 2 * i, shape[1]),
-      }
-      for i, shape in enumerate(((4, 8), (8, 4)))
-    }
-  )
-
-
 def small_model(packed, stages=0, layers=1, **fields):
-  """Returns a small language model and its variables.
-
-  Args:
-    packed: Whether its rows are packed.
-    stages: Stages of a pipeline. If 0, the layers are unrolled.
-    layers: Number of layers.
-    **fields: Other fields of the model.
-  """
+  """Returns a small language model, which is unrolled if it has no stages."""
   stack = transformers.StackedTransformer.HParams(
     num_layers=1 if stages else layers,
     model_dims=4,
@@ -515,12 +494,6 @@ def small_model(packed, stages=0, layers=1, **fields):
     num_heads=2,
     dim_per_head=2,
   )
-  params = {
-    'final_ln': {'scale': _value(90, 4), 'bias': _value(91, 4)},
-    'softmax': {'emb_var': _value(92, 7, 4), 'bias': _value(93, 7)},
-  }
-  each = [_typed_layer(100 * i) for i in range(layers)]
-  places = {f'x_layers_{i}': weights for i, weights in enumerate(each)}
   if stages:
     stack = transformers.PipelinedTransformer.HParams(
       pipeline_stage=stack,
@@ -528,25 +501,15 @@ def small_model(packed, stages=0, layers=1, **fields):
       num_pipeline_microbatches=2,
       circular_repeat=layers // stages,
     )
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
-    places = {'repeat/sub/x_layers_0': stacked}
-  for place, weights in places.items():
-    for name, of in weights.items():
-      params[f'transformer/{place}/{name}'] = of
   lm = transformers.TransformerLm.HParams(
     vocab_size=7,
     model_dims=4,
     stacked_transformer_tpl=stack,
     packed_input=packed,
   )
-  model = models.LanguageModel.HParams(
+  return models.LanguageModel.HParams(
     name='m', lm_tpl=lm, **fields
   ).Instantiate()
-  params = {f'm/lm/{name}': of for name, of in params.items()}
-  assert jax.tree.structure(params) == jax.tree.structure(
-    model.abstract_init()['params']
-  )
-  return model, {'params': params, 'non_trainable': {}}
 
 
 @pytest.mark.parametrize(
@@ -554,18 +517,6 @@ def small_model(packed, stages=0, layers=1, **fields):
   [
     ('float32', 2, 4, 2.4607582, [-17.6246414, -6.9829416], 1.4602720),
     ('bfloat16', 0, 2, 2.4652052, [-17.7231674, -6.9288864], 1.4512119),
-    pytest.param(
-      *('bfloat16', 2, 2, 2.4653914, [-17.7250252, -6.9288888], 1.4508504),
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      *('float32', 0, 2, 2.4651945, [-17.7229710, -6.9289770], 1.4511548),
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      *('float32', 2, 2, 2.4651945, [-17.7229710, -6.9289770], 1.4511551),
-      marks=pytest.mark.slow,
-    ),
     pytest.param(
       *('bfloat16', 2, 4, 2.4609456, [-17.6278229, -6.9816332], 1.4600513),
       marks=pytest.mark.slow,
@@ -582,9 +533,8 @@ def test_narrow_types_and_pipelines_are_those_of_praxis(
   `stages` stages of one layer, num_pipeline_microbatches=2 and circular_repeat
   layers / stages. For bfloat16, Paxml's cast of weights and batch was applied.
   """
-  model, variables = small_model(
-    True, stages, layers, fprop_dtype=jnp.dtype(dtype)
-  )
+  model = small_model(True, stages, layers, fprop_dtype=jnp.dtype(dtype))
+  variables = praxis_variables(model)
 
   def loss(params):
     found = model.apply({**variables, 'params': params}, TYPED_BATCH)
@@ -622,7 +572,8 @@ def test_language_models_are_those_of_praxis(packed, xent, scores, padded):
   dim_per_head=2, vocab_size=7, sinusoidal positions, float32, in evaluation,
   with the weights and the batch above.
   """
-  model, variables = small_model(packed)
+  model = small_model(packed)
+  variables = praxis_variables(model)
   run = jax.jit(functools.partial(model.apply, do_eval=True))
   metrics, per_example = run(variables, TYPED_BATCH)
   # Float32 rounds otherwise on other processors.
@@ -631,3 +582,34 @@ def test_language_models_are_those_of_praxis(packed, xent, scores, padded):
   # Tokens see padding only in packed rows, where it belongs to a document.
   metrics, _ = run(variables, PADDED_BATCH)
   np.testing.assert_allclose(metrics['avg_xent'][0], padded, rtol=1e-5)
+
+
+def test_a_layer_with_cross_attention_is_that_of_praxis():
+  """layers.Transformer of praxis 1.4.0, jax 0.4.26, Python 3.10.
+
+  input_dims=4, hidden_dims=8, num_heads=2, dim_per_head=2, a causal mask, no
+  paddings, float32, in evaluation, with the weights and inputs above.
+  """
+  layer = transformers.Transformer.HParams(
+    name='t',
+    input_dims=4,
+    hidden_dims=8,
+    num_heads=2,
+    dim_per_head=2,
+    use_cross_attention=True,
+  ).Instantiate()
+  variables = praxis_variables(layer)
+  x, source = _value(1, 1, 3, 4), _value(2, 1, 2, 4)
+  run = functools.partial(layer.apply, do_eval=True)
+  out = jax.jit(run)(variables, x, transformers.Context(source=source))
+  # Processors differ in how they round float32.
+  last = [0.2158439, -0.5555394, -1.0656438, -1.0745593]
+  np.testing.assert_allclose(out[0, -1], last, rtol=1e-5, atol=5e-6)
+  np.testing.assert_allclose(np.abs(out).sum(), 11.489978, rtol=1e-5)
+  # Decoding token by token gives the same.
+  cache = run(variables, 1, 3, source, method='empty_cache')
+  for i in range(3):
+    step, cache = run(
+      variables, x[:, i : i + 1], cache, i, method='extend_step'
+    )
+    np.testing.assert_allclose(step, out[:, i : i + 1], rtol=1e-5, atol=1e-6)

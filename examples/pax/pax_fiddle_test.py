@@ -3,8 +3,6 @@
 The classes are written like the layers and tasks of Paxml 1.4.0.
 """
 
-import copy
-
 import fiddle as fdl
 from fiddle import selectors
 import jax
@@ -21,9 +19,6 @@ from examples.pax import pax_fiddle
 from examples.pax import schedules
 from examples.pax.inputs import synthetic
 from examples.pax.layers import activations
-from examples.pax.layers import embedding_softmax
-from examples.pax.layers import linears
-from examples.pax.layers import resnets
 from examples.pax.layers import transformers
 
 LayerTpl = pax_fiddle.Config[base_layer.BaseLayer]
@@ -33,25 +28,16 @@ instantiate = base_layer.instantiate
 
 
 class Linear(base_layer.BaseLayer):
-  """A product with a matrix.
-
-  Attributes:
-    input_dims: Depth of the input.
-    output_dims: Depth of the output.
-    weight_init: Initializer of the matrix.
-  """
+  """A product with a matrix."""
 
   input_dims: int = 0
   output_dims: int = 0
   weight_init: base_layer.WeightInit | None = None
 
   def setup(self) -> None:
-    self.create_variable(
-      'w',
-      base_layer.WeightHParams(
-        shape=[self.input_dims, self.output_dims], init=self.weight_init
-      ),
-    )
+    shape = [self.input_dims, self.output_dims]
+    weight = base_layer.WeightHParams(shape=shape, init=self.weight_init)
+    self.create_variable('w', weight)
 
   def __call__(self, inputs):
     return inputs @ self.theta.w
@@ -124,8 +110,6 @@ def test_a_layer_of_fields():
   assert pax_fiddle.Config(FeedForward).linear_tpl.weight_init is None
   with pytest.raises(AttributeError, match=r"'input_dimz'.*mean 'input_dims'"):
     p.input_dimz = 3
-  with pytest.raises(AttributeError, match=r"'input_dimz'.*mean 'input_dims'"):
-    pax_fiddle.Config(FeedForward, input_dimz=3)
   with pytest.raises(AttributeError, match="no attribute 'input_dimz'"):
     _ = made.input_dimz
   with pytest.raises(TypeError, match='Expected a pax_fiddle'):
@@ -152,29 +136,6 @@ def test_fields_are_inherited_and_declared_again():
   layer = pax_fiddle.Config(Outer, depth=5, factor=3.0).Instantiate()
   assert (layer.width, layer.depth, layer.factor) == (2, 5, 3.0)
   assert layer.output_dims == layer.hparams.output_dims == 8
-  # This works within a run, and for templates of the library's layers.
-  linear = pax_fiddle.Config(linears.Linear, input_dims=2, output_dims=2)
-  linear.params_init = ONE
-  layer = pax_fiddle.Config(FeedForward, linear_tpl=linear, input_dims=2)
-  layer = layer.set(output_dims=2).Instantiate()
-  out = layer.apply(layer.init(jax.random.key(0)), np.ones([1, 2], np.float32))
-  np.testing.assert_array_equal(out, [[2.0, 2.0]])
-
-
-def test_one_template_used_twice_is_two_layers_unless_fiddle_builds_it():
-  class Twice(base_layer.BaseLayer):
-    first_tpl: LayerTpl = template_field(Linear)
-    second_tpl: LayerTpl = sub_config_field(Linear.HParams)
-
-    def setup(self):
-      self.create_child('first', self.first_tpl)
-      self.create_child('second', self.second_tpl)
-
-  one = pax_fiddle.Config(Linear, input_dims=3, output_dims=3)
-  p = pax_fiddle.Config(Twice, first_tpl=one, second_tpl=one)
-  assert pax_fiddle.build(p).num_params() == 18
-  assert p.Instantiate().num_params() == 18
-  assert fdl.build(p).num_params() == 9
 
 
 def test_wrong_fields():
@@ -188,10 +149,13 @@ def test_wrong_fields():
     class Taken(base_layer.BaseLayer):
       apply: bool = True
 
-  with pytest.raises(AttributeError, match="cannot have a field 'clone'"):
+  with pytest.raises(TypeError, match=r"\['output_dims'\] and a class HParams"):
 
-    class TakenByConfigs(base_layer.BaseLayer):
-      clone: bool = True
+    class Both(FeedForward):
+      output_dims: int = 2
+
+      class HParams(base_layer.BaseLayer.HParams):
+        other: int = 3
 
 
 def test_a_task_as_paxmls_experiments_write_it():
@@ -220,28 +184,19 @@ def test_a_task_as_paxmls_experiments_write_it():
   assert learner.optimizer.beta1 == 0.8
 
 
-def test_what_paxmls_experiments_ask_of_a_template():
-  p = pax_fiddle.Config(transformers.StackedTransformerRepeated)
-  of_stack = transformers.StackedTransformer
-  assert fdl.get_callable(p) is transformers.StackedTransformerRepeated
-  assert issubclass(fdl.get_callable(p.block), of_stack)
-  # A copy has the same class, so Fiddle's selectors find it.
-  for q in (p.clone(), copy.copy(p), fdl.copy_with(p, x_times=2)):
-    assert fdl.get_callable(q) is transformers.StackedTransformerRepeated
-    selectors.select(q, of_stack).set(num_layers=5)
-    assert q.block.num_layers == 5
-
-
-def test_templates_that_a_model_has_by_default():
+def test_templates_that_a_task_and_a_model_have_by_default():
   task_p = pax_fiddle.Config(base_task.SingleTask, name='xformer_task')
   task_p.model = pax_fiddle.Config(models.LanguageModel, name='xformer_lm')
   task_p.model.lm_tpl.model_dims = 8
-  assert task_p.model.lm_tpl.cls is transformers.TransformerLm
-  p = pax_fiddle.Config(models.SequenceModel)
-  assert p.model_tpl.cls is transformers.TransformerEncoderDecoder
-  p = pax_fiddle.Config(models.ClassificationModel)
-  assert p.network_tpl.cls is resnets.ResNet
-  assert p.softmax_tpl.cls is embedding_softmax.FullSoftmax
+  for template, cls in (
+    (task_p.model.lm_tpl, transformers.TransformerLm),
+    (
+      pax_fiddle.Config(models.SequenceModel).model_tpl,
+      transformers.TransformerEncoderDecoder,
+    ),
+    (pax_fiddle.Config(models.ClassificationModel).network_tpl, layers.ResNet),
+  ):
+    assert fdl.get_callable(template) is template.cls is cls
   task_p.train = pax_fiddle.Config(
     base_task.SingleTask.Train, num_train_steps=7
   )
@@ -291,9 +246,13 @@ def test_a_language_model_as_paxmls_experiments_write_it():
   assert pax_fiddle.get_callable(layer_p) is layers.Transformer
   layer_p.tr_atten_tpl.set(use_bias=False, internal_enable_per_dim_scale=False)
   layer_p.tr_fflayer_tpl.activation_tpl = pax_fiddle.Config(layers.SiLU)
-  model_p.lm_tpl.stacked_transformer_tpl = pax_fiddle.Config(
-    layers.StackedTransformerRepeated, block=stacked_p, x_times=N
+  repeated_p = pax_fiddle.Config(
+    layers.StackedTransformerRepeated, block=stacked_p
   )
+  # A copy has the same class, so Fiddle's selectors find it.
+  repeated_p = fdl.copy_with(repeated_p, x_times=9)
+  selectors.select(repeated_p, layers.StackedTransformerRepeated).set(x_times=N)
+  model_p.lm_tpl.stacked_transformer_tpl = repeated_p
   # A layer has attention, feed-forward with biases, and two normalizations.
   layer = 4 * D * H * K + 2 * D * F + F + D + 4 * D
   expected = N * layer + 2 * D + 2 * V * D
@@ -301,20 +260,14 @@ def test_a_language_model_as_paxmls_experiments_write_it():
 
 
 def test_a_config_of_what_has_no_hyperparameters():
-  p = pax_fiddle.Config(
-    synthetic.SyntheticInput,
-    batch_size=4,
-    vocab_size=16,
-    length=6,
-    is_training=True,
-  )
+  cls = synthetic.SyntheticInput
+  p = pax_fiddle.Config(cls, batch_size=4, vocab_size=16, length=6)
   assert type(p) is pax_fiddle.Config
   q = p.clone().set(batch_size=2)
-  assert isinstance(q, fdl.Config)
   assert q.Instantiate().get_next()['ids'].shape == (2, 6)
   assert instantiate(p, length=3).get_next()['ids'].shape == (4, 3)
   assert pax_fiddle.build(p).batch_size == 4
-  assert pax_fiddle.get_callable(p) is synthetic.SyntheticInput
+  assert pax_fiddle.get_callable(p) is cls
 
 
 def test_defaults_that_are_made_for_each_owner():

@@ -7,11 +7,7 @@ from examples.pax.layers.activations import GELU
 from examples.pax.layers.activations import BaseActivation
 from examples.pax.layers.activations import Identity
 from examples.pax.layers.activations import ReLU
-from examples.pax.layers.activations import Sigmoid
 from examples.pax.layers.activations import SiLU
-from examples.pax.layers.activations import Softplus
-from examples.pax.layers.activations import Swish
-from examples.pax.layers.activations import Tanh
 from examples.pax.layers.attentions import DotProductAttention
 from examples.pax.layers.attentions import PerDimScale
 from examples.pax.layers.attentions import Projection

@@ -1,7 +1,6 @@
 """Activations: elementwise functions without variables."""
 
 import jax
-import jax.numpy as jnp
 
 from examples.pax import base_layer
 
@@ -27,14 +26,13 @@ class ReLU(BaseActivation):
 class GELU(BaseActivation):
   """x times the normal distribution function of x (Hendrycks and Gimpel, 2016).
 
-  Attributes:
-    approximate: Whether to approximate the distribution function by a tanh.
+  `approximate` replaces the distribution function by a tanh.
   """
 
   approximate: bool = True
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    return jax.nn.gelu(inputs, approximate=self.hparams.approximate)
+    return jax.nn.gelu(inputs, approximate=self.approximate)
 
 
 class SiLU(BaseActivation):
@@ -42,28 +40,3 @@ class SiLU(BaseActivation):
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     return jax.nn.silu(inputs)
-
-
-class Swish(SiLU):
-  """`SiLU`, under the name of Ramachandran et al. (2017)."""
-
-
-class Tanh(BaseActivation):
-  """tanh(x)."""
-
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    return jnp.tanh(inputs)
-
-
-class Sigmoid(BaseActivation):
-  """1 / (1 + exp(-x))."""
-
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    return jax.nn.sigmoid(inputs)
-
-
-class Softplus(BaseActivation):
-  """log(1 + exp(x))."""
-
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    return jax.nn.softplus(inputs)

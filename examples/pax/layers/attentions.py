@@ -2,7 +2,7 @@
 
 Shapes: B batch, L length (queries), M keys, D width, H heads, G heads of keys
 and values (each serves H / G heads of queries), K head dim, S stacked matrices
-of one product.
+of one product, T length of the source.
 """
 
 import functools
@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from examples import fp8
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import stochastics
-from jaxline import errors
+from jaxline.base import keys
 
-BaseHParams = hparams.BaseHParams
+LayerTpl = base_layer.LayerTpl
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
-sub_config_field = base_layer.sub_config_field
+template_field = base_layer.template_field
 
 # 'key' and 'value', each [B, M, G, K], or [B, G, M, K] if `extend_step` extends
 # them.
@@ -32,25 +31,22 @@ Cache = dict[str, jax.Array]
 
 
 class Context(NamedTuple):
-  """Inputs of attention besides the sequence itself, all optional.
+  """Inputs of attention besides the sequence itself, all optional."""
 
-  Attributes:
-    segment_ids: Index of each token's document, [B, L]. In self-attention, a
-      token sees only its own document. If None, each row is one document.
-    position: Positions for rotary embeddings, [B, L], or, except in a pipeline,
-      [L] for all rows. If None, they count from 0.
-    seen: Keys that non-causal self-attention sees, bool [B, L].
-    source: Sequence that cross-attention attends to, [B, T, D].
-    source_seen: Positions of `source` that cross-attention sees, bool [B, T].
-    rows: Indices of the rows in the batch, [B], on which dropout depends. If
-      None, they count from 0. A pipeline sets them before it splits the batch.
-  """
-
+  # Document of each token, [B, L]: in self-attention, a token sees only its own
+  # document. If None, each row is one document.
   segment_ids: jax.Array | None = None
+  # Positions for rotary embeddings, [B, L], or, except in a pipeline, [L] for
+  # all rows. If None, they count from 0.
   position: jax.Array | None = None
+  # Keys that non-causal self-attention sees, bool [B, L].
   seen: jax.Array | None = None
+  # Sequence that cross-attention attends to, [B, T, D].
   source: jax.Array | None = None
+  # Positions of `source` that cross-attention sees, bool [B, T].
   source_seen: jax.Array | None = None
+  # Indices of the rows in the batch, [B], on which dropout depends. If None,
+  # they count from 0. A pipeline sets them before it splits the batch.
   rows: jax.Array | None = None
 
 
@@ -59,26 +55,17 @@ class Projection(base_layer.BaseLayer):
 
   With the spec 'BLD,DSHK->BLSHK', the product sums over D, and the bias is
   [S, H, K].
-
-  Attributes:
-    spec: Einsum of the inputs and the weight, with one letter per dimension.
-    shape: Shape of the weight.
-    axes: Axes of the weight; see `base_layer.SplitDims`.
-    fan_in_axes: Input dimensions of the weight; see `base_layer.WeightHParams`.
-    fan_out_axes: Output dimensions of the weight.
-    batch_axes: Batch dimensions of the weight.
-    use_bias: Whether to add a bias.
-    use_fp8: Whether to multiply in 8-bit floating point; see `fp8`.
   """
 
-  spec: str = ''
+  spec: str = ''  # One letter per dimension of the inputs and of the weight.
+  # See `base_layer.WeightHParams` for these fields of the weight.
   shape: tuple[int, ...] = ()
   axes: base_layer.SplitDims = None
   fan_in_axes: tuple[int, ...] | None = None
   fan_out_axes: tuple[int, ...] | None = None
   batch_axes: tuple[int, ...] = ()
   use_bias: bool = True
-  use_fp8: bool = False
+  use_fp8: bool = False  # Whether to multiply in 8-bit floats; see `fp8`.
 
   def setup(self) -> None:
     p = self.hparams
@@ -94,21 +81,17 @@ class Projection(base_layer.BaseLayer):
       ),
     )
     for of in fp8.kept() if p.use_fp8 else ():
-      self.create_variable(
-        of.name,
-        WeightHParams(of.shape, WeightInit.Constant(of.first), jnp.float32),
-      )
+      first = WeightInit.Constant(of.first)
+      self.create_variable(of.name, WeightHParams(of.shape, first, jnp.float32))
     if p.use_bias:
       kept = [i for i, letter in enumerate(of_w) if letter in outputs]
       axes = p.axes or (None,) * len(of_w)
-      self.create_variable(
-        'b',
-        WeightHParams(
-          tuple(p.shape[i] for i in kept),
-          init=WeightInit.Constant(0.0),
-          tensor_split_dims_mapping=tuple(axes[i] for i in kept),
-        ),
+      bias = WeightHParams(
+        tuple(p.shape[i] for i in kept),
+        init=WeightInit.Constant(0.0),
+        tensor_split_dims_mapping=tuple(axes[i] for i in kept),
       )
+      self.create_variable('b', bias)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns the product, in `fprop_dtype`."""
@@ -131,22 +114,14 @@ class PerDimScale(base_layer.BaseLayer):
 
   The factor is 1 where the variable, `per_dim_scale` [K], is 0. See
   `transformer.query_scale`.
-
-  Attributes:
-    dim: K.
   """
 
-  dim: int = 0
+  dim: int = 0  # K.
 
   def setup(self) -> None:
-    self.create_variable(
-      'per_dim_scale',
-      WeightHParams(
-        (self.hparams.dim,),
-        init=WeightInit.Constant(0.0),
-        tensor_split_dims_mapping=('kv',),
-      ),
-    )
+    zero = WeightInit.Constant(0.0)
+    weight = WeightHParams((self.dim,), zero, tensor_split_dims_mapping=('kv',))
+    self.create_variable('per_dim_scale', weight)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., K], in the dtype of the inputs."""
@@ -161,161 +136,107 @@ class DotProductAttention(base_layer.BaseLayer):
   For self-attention, use `__call__`, or `extend_step` to decode token by token.
   For cross-attention over `Context.source`, use `__call__`, or
   `keys_and_values` once and `attend_to` for each part of the queries.
-
-  Attributes:
-    input_dim: D, the width of the inputs and the outputs.
-    hidden_dim: H K. If 0, `input_dim`, unless `dim_per_head` is set.
-    num_heads: H, the number of query heads.
-    num_kv_heads: G, a divisor of H (Ainslie et al., 2023). If None, H.
-    dim_per_head: K. If None, `hidden_dim` / H.
-    use_bias: Whether the projections have biases.
-    atten_logit_cap: Soft cap c: scores become c tanh(score / c). If 0, they are
-      not capped. On a GPU, a cap needs the 'einsum' implementation.
-    atten_dropout_prob: Dropout rate of the attention weights. Needs the
-      'einsum' implementation.
-    internal_enable_per_dim_scale: Whether to scale queries by `PerDimScale`. If
-      None, they are scaled unless `num_kv_heads` is set, because Praxis's class
-      for grouped attention has no such scale.
-    use_rotary_position_emb: Whether to rotate queries and keys by their
-      positions.
-    combine_qkv: Whether to compute queries, keys and values as one product,
-      which is faster. Only for self-attention with G = H; ignored otherwise.
-    is_causal: Whether a query sees no position after its own.
-    is_cross_attention: Whether keys and values come from a different sequence.
-      If so, attention is neither causal nor rotary.
-    attention_impl: One of `transformer.ATTENTIONS`, for causal attention
-      without a cache: see `transformer.causal_attention`. All other attention
-      uses 'einsum'.
-    proj_tpl: Template of the projections.
-    rotary_position_emb_tpl: Template of the rotary embedding.
   """
 
-  input_dim: int = 0
-  hidden_dim: int = 0
-  num_heads: int = 1
+  input_dim: int = 0  # D, the width of the inputs and the outputs.
+  num_heads: int = 1  # H, the number of query heads.
+  # G, a divisor of H (Ainslie et al., 2023). If None, H.
   num_kv_heads: int | None = None
-  dim_per_head: int | None = None
-  use_bias: bool = True
+  dim_per_head: int | None = None  # K. If None, D / H.
+  use_bias: bool = True  # Whether the projections have biases.
+  # Soft cap c: scores become c tanh(score / c). 0 means no cap. On a GPU, a cap
+  # needs the 'einsum' implementation.
   atten_logit_cap: float = 0.0
+  # Of the attention weights. Needs the 'einsum' implementation.
   atten_dropout_prob: float = 0.0
+  # Whether to scale queries by `PerDimScale`. If None, they are scaled unless
+  # `num_kv_heads` is set, because Praxis's class for it has no such scale.
   internal_enable_per_dim_scale: bool | None = None
-  use_rotary_position_emb: bool = False
+  use_rotary_position_emb: bool = False  # Whether to rotate queries and keys.
+  # Whether queries, keys and values are one product, which is faster. Only for
+  # self-attention with G = H; ignored otherwise.
   combine_qkv: bool = False
-  is_causal: bool = True
+  is_causal: bool = True  # Whether a query sees no position after its own.
+  # Whether keys and values come from a different sequence. If so, attention is
+  # neither causal nor rotary.
   is_cross_attention: bool = False
+  # One of `transformer.ATTENTIONS`, for causal attention without a cache: see
+  # `transformer.causal_attention`. All other attention uses 'einsum'.
   attention_impl: str = 'einsum'
-  proj_tpl: BaseHParams = sub_config_field(Projection.HParams)
-  rotary_position_emb_tpl: BaseHParams = sub_config_field(
-    embedding_softmax.RotaryPositionalEmbedding.HParams
+  proj_tpl: LayerTpl = template_field(Projection)
+  rotary_position_emb_tpl: LayerTpl = template_field(
+    embedding_softmax.RotaryPositionalEmbedding
   )
+
+  _CHECKS = {
+    'attention_impl': keys.one_of(*transformer.ATTENTIONS),
+    'num_heads': keys.integer(min=1),
+  }
+  _RULES = {
+    'dim_per_head, or an input_dim that is a multiple of num_heads': (
+      lambda p: p.dim_per_head or p.input_dim % p.num_heads == 0
+    )
+  }
 
   def setup(self) -> None:
     p = self.hparams
-    self._check()
-    groups = self._groups
+    groups = self._groups = p.num_kv_heads or p.num_heads
+    width = self._width = p.dim_per_head or p.input_dim // p.num_heads
+    is_own = not p.is_cross_attention
+    self._is_rotary = p.use_rotary_position_emb and is_own
+    self._is_one_product = p.combine_qkv and is_own and groups == p.num_heads
+    self._is_scaled = p.internal_enable_per_dim_scale
+    if self._is_scaled is None:
+      self._is_scaled = p.num_kv_heads is None
+
+    def project(name: str, heads: int, *parts: int, **fans: Any) -> None:
+      s = 'S' * len(parts)
+      self.create_child(
+        name,
+        p.proj_tpl.clone(),
+        spec=f'BLD,D{s}HK->BL{s}HK',
+        shape=(p.input_dim, *parts, heads, width),
+        axes=('embed', *(None for _ in parts), 'heads', 'kv'),
+        use_bias=p.use_bias,
+        **fans,
+      )
+
     # Initializers use Praxis's fans: H counts as inputs and K as outputs. Both
     # are multiplied by D, and in `combined_qkv` by S too. With a single head of
     # keys and values, Praxis has a matrix [D, K] instead.
     if self._is_one_product:
-      self._create_projection('combined_qkv', groups, 3)
+      project('combined_qkv', groups, 3)
     else:
-      self._create_projection('query', p.num_heads)
+      project('query', p.num_heads)
       fan_in = (0,) if groups == 1 < p.num_heads else None
-      self._create_projection('key', groups, fan_in_axes=fan_in)
-      self._create_projection('value', groups, fan_in_axes=fan_in)
+      project('key', groups, fan_in_axes=fan_in)
+      project('value', groups, fan_in_axes=fan_in)
     self.create_child(
       'post',
       p.proj_tpl.clone(),
       spec='BLHK,HKD->BLD',
-      shape=(p.num_heads, self._width, p.input_dim),
+      shape=(p.num_heads, width, p.input_dim),
       axes=('heads', 'kv', 'embed'),
       fan_in_axes=(0,),
       fan_out_axes=(1,),
       use_bias=p.use_bias,
     )
-    if self._has_per_dim_scale:
-      self.create_child('per_dim_scale', PerDimScale.HParams(), dim=self._width)
-    self.create_child(
-      'atten_dropout', **stochastics.dropout(p.atten_dropout_prob)
-    )
+    if self._is_scaled:
+      self.create_child('per_dim_scale', PerDimScale.HParams(), dim=width)
+    dropout = stochastics.dropout(p.atten_dropout_prob)
+    self.create_child('atten_dropout', **dropout)
     if self._is_rotary:
-      self.create_child(
-        'rotary_position_emb',
-        p.rotary_position_emb_tpl,
-        embedding_dims=self._width,
-      )
-
-  def _check(self) -> None:
-    p, name = self.hparams, self.module_name
-    width = p.hidden_dim or (p.input_dim if p.dim_per_head is None else 0)
-    if width and width != p.num_heads * self._width:
-      raise errors.UsageError(
-        f'{name} has num_heads {p.num_heads} and dim_per_head {p.dim_per_head}'
-        f' for a width of {width}; expected the width to be their product, or a'
-        ' multiple of num_heads if dim_per_head is None.'
-      )
-    errors.check_names(
-      [p.attention_impl], transformer.ATTENTIONS, 'attention_impl', name
-    )
-
-  @property
-  def _width(self) -> int:
-    """K."""
-    p = self.hparams
-    return p.dim_per_head or (p.hidden_dim or p.input_dim) // p.num_heads
-
-  @property
-  def _groups(self) -> int:
-    """G."""
-    return self.hparams.num_kv_heads or self.hparams.num_heads
-
-  @property
-  def _has_per_dim_scale(self) -> bool:
-    p = self.hparams
-    if p.internal_enable_per_dim_scale is None:
-      return p.num_kv_heads is None
-    return p.internal_enable_per_dim_scale
-
-  @property
-  def _is_rotary(self) -> bool:
-    p = self.hparams
-    return p.use_rotary_position_emb and not p.is_cross_attention
-
-  @property
-  def _is_one_product(self) -> bool:
-    """Whether queries, keys and values are computed as one product."""
-    p = self.hparams
-    return (
-      p.combine_qkv and not p.is_cross_attention and self._groups == p.num_heads
-    )
-
-  def _create_projection(
-    self, name: str, heads: int, num_parts: int | None = None, **fans: Any
-  ) -> None:
-    p = self.hparams
-    parts = () if num_parts is None else (num_parts,)
-    side_by_side = 'S' * len(parts)
-    self.create_child(
-      name,
-      p.proj_tpl.clone(),
-      spec=f'BLD,D{side_by_side}HK->BL{side_by_side}HK',
-      shape=(p.input_dim, *parts, heads, self._width),
-      axes=('embed', *(None for _ in parts), 'heads', 'kv'),
-      use_bias=p.use_bias,
-      **fans,
-    )
+      rotary = p.rotary_position_emb_tpl
+      self.create_child('rotary_position_emb', rotary, embedding_dims=width)
 
   def __call__(
     self, inputs: jax.Array, context: Context | None = None
   ) -> jax.Array:
-    """Computes attention over a whole sequence.
+    """Computes attention over a whole sequence, [B, L, D].
 
     Args:
       inputs: Sequence of the queries, [B, L, D].
       context: Other inputs. If None, all are None.
-
-    Returns:
-      [B, L, D].
 
     Raises:
       ValueError: The attention is causal, and `context.seen` is set.
@@ -335,14 +256,9 @@ class DotProductAttention(base_layer.BaseLayer):
     if not p.is_causal:
       pair = None if segments is None else (segments, segments)
       return self._attend(q, k, v, context.seen, context.rows, pair)
+    dropout = self._dropout(context.rows)
     mixed, _ = transformer.causal_attention(
-      q,
-      k,
-      v,
-      p.attention_impl,
-      segments,
-      p.atten_logit_cap,
-      self._dropout(context.rows),
+      q, k, v, p.attention_impl, segments, p.atten_logit_cap, dropout
     )
     return self.post(mixed)
 
@@ -358,10 +274,7 @@ class DotProductAttention(base_layer.BaseLayer):
     return {'key': room, 'value': room}
 
   def extend_step(
-    self,
-    inputs: jax.Array,
-    cache: Cache,
-    start: int | jax.Array,
+    self, inputs: jax.Array, cache: Cache, start: int | jax.Array
   ) -> tuple[jax.Array, Cache]:
     """Computes causal attention of the next tokens, with a cache.
 
@@ -394,15 +307,10 @@ class DotProductAttention(base_layer.BaseLayer):
       cache=(cache['key'], cache['value']),
       start=start,
     )
-    assert extended is not None
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
 
   def keys_and_values(self, source: jax.Array) -> Cache:
-    """Returns the keys and values of a sequence, for `attend_to`.
-
-    Args:
-      source: The sequence, [B, M, D].
-    """
+    """Returns those of a sequence [B, M, D], for `attend_to`."""
     return {
       'key': self._split(self.key(source)),
       'value': self._split(self.value(source)),
@@ -411,15 +319,12 @@ class DotProductAttention(base_layer.BaseLayer):
   def attend_to(
     self, inputs: jax.Array, cache: Cache, context: Context
   ) -> jax.Array:
-    """Computes cross-attention.
+    """Computes cross-attention, [B, L, D].
 
     Args:
       inputs: Sequence of the queries, [B, L, D].
       cache: Result of `keys_and_values`.
       context: Other inputs, of which `source_seen` and `rows` are used.
-
-    Returns:
-      [B, L, D].
     """
     q = self._scale(self._split(self.query(inputs)))
     return self._attend(q, **cache, seen=context.source_seen, rows=context.rows)
@@ -439,7 +344,7 @@ class DotProductAttention(base_layer.BaseLayer):
       key,
       value,
       segments=segments,
-      cap=self.hparams.atten_logit_cap,
+      cap=self.atten_logit_cap,
       is_causal=False,
       seen_BM=seen,
       dropout=self._dropout(rows),
@@ -447,7 +352,7 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.post(mixed)
 
   def _dropout(self, rows: jax.Array | None) -> transformer.Dropout:
-    if self.do_eval or not self.hparams.atten_dropout_prob:
+    if self.do_eval or not self.atten_dropout_prob:
       return None
     return functools.partial(self.atten_dropout, rows_B=rows)
 
@@ -456,7 +361,8 @@ class DotProductAttention(base_layer.BaseLayer):
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [B, L, H, K], keys and values [B, L, G, K]."""
     if self._is_one_product:
-      q, k, v = self._parts(self.combined_qkv, x_BLD)
+      parts = transformer.parts(self.combined_qkv(x_BLD))
+      q, k, v = (self._split(x) for x in parts)
     else:
       q = self._split(self.query(x_BLD))
       k, v = self.keys_and_values(x_BLD).values()
@@ -469,14 +375,8 @@ class DotProductAttention(base_layer.BaseLayer):
     # dimensions of a rotated pair may have different scales.
     return self._scale(q), k, v
 
-  def _parts(self, projection: Projection, x_BLD: jax.Array) -> list[jax.Array]:
-    """Projects the inputs and splits the product into its S parts."""
-    return [self._split(x) for x in transformer.parts(projection(x_BLD))]
-
   def _split(self, x_BLHK: jax.Array) -> jax.Array:
     return self.shard(x_BLHK, transformer.HEADS, 'heads')
 
   def _scale(self, q_BLHK: jax.Array) -> jax.Array:
-    if self._has_per_dim_scale:
-      return self.per_dim_scale(q_BLHK)
-    return q_BLHK
+    return self.per_dim_scale(q_BLHK) if self._is_scaled else q_BLHK

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
@@ -26,6 +28,7 @@ print(sorted(trainer & {*sys.modules}))
 """
 
 
+@pytest.mark.process
 def test_the_files_on_the_page_are_enough(tmp_path):
   page = (ROOT / 'docs/reference/from_pax.md').read_text(encoding='utf-8')
   listed = re.search(r'```\n(examples/transformer.py.*?)```', page, re.S)[1]

@@ -4,6 +4,7 @@ Shapes: B batch, L length, D embed, V vocab, H heads, K head dim.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,79 +16,67 @@ from jaxline import errors
 WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
 
+_EVEN = {
+  'an even embedding_dims, for pairs of a sine and a cosine': (
+    lambda p: p.embedding_dims > 0 and p.embedding_dims % 2 == 0
+  )
+}
 
-class Embedding(base_layer.BaseLayer):
-  """A table of vectors, `emb_var` [V, D], with the axes 'vocab' and 'embed'.
 
-  Attributes:
-    num_classes: V.
-    input_dims: D.
-    scale_sqrt_depth: Whether to multiply the vectors by sqrt(D).
-  """
+class _Table(base_layer.BaseLayer):
+  """The base of layers with a vector [D] for each of V tokens."""
 
-  num_classes: int = 0
-  input_dims: int = 0
-  scale_sqrt_depth: bool = False
+  num_classes: int = 0  # V.
+  input_dims: int = 0  # D.
+
+  def _create(self, name: str, *axes: str, **kwargs: Any) -> None:
+    """Creates a variable with these axes, 'vocab' or 'embed'."""
+    sizes = {'vocab': self.num_classes, 'embed': self.input_dims}
+    shape = tuple(sizes[axis] for axis in axes)
+    weight = WeightHParams(shape, tensor_split_dims_mapping=axes, **kwargs)
+    self.create_variable(name, weight)
+
+
+class Embedding(_Table):
+  """A table of vectors, `emb_var` [V, D], with the axes 'vocab' and 'embed'."""
+
+  scale_sqrt_depth: bool = False  # Whether to multiply vectors by sqrt(D).
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_variable(
-      'emb_var',
-      WeightHParams(
-        (p.num_classes, p.input_dims),
-        tensor_split_dims_mapping=('vocab', 'embed'),
-      ),
-    )
+    self._create('emb_var', 'vocab', 'embed')
 
   def __call__(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
+    """Returns `emb_lookup(ids)`."""
     return self.emb_lookup(ids)
 
   def emb_lookup(self, ids: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
-    p = self.hparams
     x = self.theta.emb_var[ids]
-    if p.scale_sqrt_depth:
-      x *= math.sqrt(p.input_dims)
+    if self.scale_sqrt_depth:
+      x *= math.sqrt(self.input_dims)
     return self.shard(x.astype(self.fprop_dtype), None)
 
 
-class _Softmax(base_layer.BaseLayer):
-  """An output layer: logits, and their cross entropy.
+class _Softmax(_Table):
+  """An output layer: logits, and their cross entropy."""
 
-  Attributes:
-    num_classes: V.
-    input_dims: D.
-    soft_cap_logits: Soft cap c: logits become c tanh(logit / c). If 0, they are
-      not capped.
-    has_bias: Whether there is a `bias`, [V].
-    chunks: Number of pieces into which the loss splits the sequence, to hold
-      the logits of only one piece in memory; see
-      `transformer.chunked_cross_entropy`.
-  """
-
-  num_classes: int = 0
-  input_dims: int = 0
+  # Soft cap c: logits become c tanh(logit / c). 0 means no cap.
   soft_cap_logits: float = 0.0
-  has_bias: bool = True
+  has_bias: bool = True  # Whether there is a `bias`, [V].
+  # Pieces into which the loss splits the sequence, to hold the logits of only
+  # one in memory; see `transformer.chunked_cross_entropy`.
   chunks: int = 1
 
-  def _create_bias(self) -> None:
-    p = self.hparams
-    if p.has_bias:
-      weight = WeightHParams(
-        (p.num_classes,),
-        init=WeightInit.Constant(0.0),
-        tensor_split_dims_mapping=('vocab',),
-      )
-      self.create_variable('bias', weight)
+  def setup(self) -> None:
+    if self.has_bias:
+      self._create('bias', 'vocab', init=WeightInit.Constant(0.0))
 
   def _table(self) -> jax.Array:
     """Returns the table [V, D]."""
     raise NotImplementedError
 
   def _head(self) -> transformer.Head:
-    return self._table(), self.theta.bias if self.hparams.has_bias else None
+    return self._table(), self.theta.bias if self.has_bias else None
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns `get_logits(inputs)`."""
@@ -97,9 +86,7 @@ class _Softmax(base_layer.BaseLayer):
     """Returns float32 logits [B, L, V] for [B, L, D]; or [B, V] for [B, D]."""
     x_BLD = inputs[:, None] if inputs.ndim == 2 else inputs
     logits_BLV = transformer.logits(
-      x_BLD.astype(self.fprop_dtype),
-      self._head(),
-      self.hparams.soft_cap_logits,
+      x_BLD.astype(self.fprop_dtype), self._head(), self.soft_cap_logits
     )
     return logits_BLV[:, 0] if inputs.ndim == 2 else logits_BLV
 
@@ -124,9 +111,8 @@ class _Softmax(base_layer.BaseLayer):
     Raises:
       ValueError: `chunks` does not divide L.
     """
-    p = self.hparams
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
-    if p.chunks == 1:
+    if self.chunks == 1:
       logits = self.get_logits(inputs)
       xent = transformer.cross_entropy(logits, labels)
       hits = logits.argmax(axis=-1).astype(labels.dtype) == labels
@@ -141,8 +127,8 @@ class _Softmax(base_layer.BaseLayer):
         self._head(),
         labels,
         weights,
-        chunks=p.chunks,
-        cap=p.soft_cap_logits,
+        chunks=self.chunks,
+        cap=self.soft_cap_logits,
       )
     return {
       'total_loss': found.total,
@@ -156,15 +142,8 @@ class FullSoftmax(_Softmax):
   """An output layer with a matrix `w` [D, V], axes 'embed' and 'vocab'."""
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_variable(
-      'w',
-      WeightHParams(
-        (p.input_dims, p.num_classes),
-        tensor_split_dims_mapping=('embed', 'vocab'),
-      ),
-    )
-    self._create_bias()
+    self._create('w', 'embed', 'vocab')
+    super().setup()
 
   def _table(self) -> jax.Array:
     return self.theta.w.T
@@ -175,85 +154,48 @@ class SharedEmbeddingSoftmax(_Softmax):
 
   `emb_var` is [V, D], with the axes 'vocab' and 'embed'. See Press and Wolf
   (2017).
-
-  Attributes:
-    scale_sqrt_depth: Whether to multiply embedded tokens by sqrt(D).
   """
 
-  scale_sqrt_depth: bool = False
+  scale_sqrt_depth: bool = False  # Whether to multiply vectors by sqrt(D).
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_variable(
-      'emb_var',
-      WeightHParams(
-        (p.num_classes, p.input_dims),
-        tensor_split_dims_mapping=('vocab', 'embed'),
-        # Initialized as the matrix of the output layer.
-        fan_in_axes=(1,),
-        fan_out_axes=(0,),
-      ),
-    )
-    self._create_bias()
+    # Initialized as the matrix of the output layer.
+    fans = {'fan_in_axes': (1,), 'fan_out_axes': (0,)}
+    self._create('emb_var', 'vocab', 'embed', **fans)
+    super().setup()
 
   def _table(self) -> jax.Array:
     return self.theta.emb_var
 
-  def emb_lookup(self, ids: jax.Array) -> jax.Array:
-    """Returns vectors [..., D] of ids [...], in `fprop_dtype`."""
-    return Embedding.emb_lookup(self, ids)
+  emb_lookup = Embedding.emb_lookup
 
 
 class PositionalEmbedding(base_layer.BaseLayer):
-  """Sines and cosines of positions (Vaswani et al., 2017); no variables.
+  """Sines and cosines of positions (Vaswani et al., 2017); no variables."""
 
-  Attributes:
-    embedding_dims: D, even.
-    min_timescale: Highest angular frequency. Despite its name, and as in
-      Praxis, this is not the shortest period.
-    max_timescale: `max_timescale / min_timescale` is the ratio of the highest
-      to the lowest frequency. If `min_timescale` is 1, the longest period
-      divided by 2 pi.
-  """
+  embedding_dims: int = 0  # D, even.
+  max_timescale: float = 10_000.0  # The longest period divided by 2 pi.
 
-  embedding_dims: int = 0
-  min_timescale: float = 1.0
-  max_timescale: float = 10_000.0
-
-  def setup(self) -> None:
-    _check_even(self)
+  _RULES = _EVEN
 
   def __call__(self, position_BL: jax.Array) -> jax.Array:
     """Returns [B, L, D] of integers [B, L], in `fprop_dtype`."""
-    p = self.hparams
     x_BLD = transformer.sinusoidal_positions(
-      position_BL.astype(jnp.float32) * jnp.float32(p.min_timescale),
-      p.embedding_dims,
-      p.max_timescale / p.min_timescale,
+      position_BL, self.embedding_dims, self.max_timescale
     )
     return x_BLD.astype(self.fprop_dtype)
 
 
 class TrainablePositionalEmbedding(base_layer.BaseLayer):
-  """A trained vector for each position: `emb_var` [max_seq_length, D].
+  """A trained vector for each position: `emb_var` [max_seq_length, D]."""
 
-  Attributes:
-    max_seq_length: Number of positions.
-    embedding_dims: D.
-  """
-
-  max_seq_length: int = 10_240
-  embedding_dims: int = 0
+  max_seq_length: int = 10_240  # Number of positions.
+  embedding_dims: int = 0  # D.
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_variable(
-      'emb_var',
-      WeightHParams(
-        (p.max_seq_length, p.embedding_dims),
-        tensor_split_dims_mapping=(None, 'embed'),
-      ),
-    )
+    shape = (self.max_seq_length, self.embedding_dims)
+    weight = WeightHParams(shape, tensor_split_dims_mapping=(None, 'embed'))
+    self.create_variable('emb_var', weight)
 
   def __call__(self, position_BL: jax.Array) -> jax.Array:
     """Returns [B, L, D] of integers [B, L], in `fprop_dtype`.
@@ -261,28 +203,25 @@ class TrainablePositionalEmbedding(base_layer.BaseLayer):
     Raises:
       UsageError: L exceeds `max_seq_length`.
     """
-    most = self.hparams.max_seq_length
-    if position_BL.shape[-1] > most:
-      raise errors.UsageError(
-        f'Got sequences of {position_BL.shape[-1]} tokens; {self.module_name}'
-        f' has max_seq_length {most}. Shorten the sequences, or increase it.'
-      )
+    self.check_length(position_BL.shape[-1])
     return self.theta.emb_var[position_BL].astype(self.fprop_dtype)
+
+  def check_length(self, length: int) -> None:
+    """Raises a UsageError if there are too few positions."""
+    if length > self.max_seq_length:
+      raise errors.UsageError(
+        f'Got sequences of {length} tokens; {self.module_name} has'
+        f' max_seq_length {self.max_seq_length}. Shorten them, or increase it.'
+      )
 
 
 class RotaryPositionalEmbedding(base_layer.BaseLayer):
-  """Rotates queries and keys by their positions (Su et al., 2021).
+  """Rotates queries and keys by their positions (Su et al., 2021)."""
 
-  Attributes:
-    embedding_dims: K, even.
-    max_timescale: Approximately the longest period divided by 2 pi.
-  """
+  embedding_dims: int = 0  # K, even.
+  max_timescale: float = 10_000.0  # Nearly the longest period over 2 pi.
 
-  embedding_dims: int = 0
-  max_timescale: float = 10_000.0
-
-  def setup(self) -> None:
-    _check_even(self)
+  _RULES = _EVEN
 
   def __call__(self, inputs: jax.Array, position: jax.Array) -> jax.Array:
     """Returns the rotated inputs, [B, L, H, K], in their dtype.
@@ -290,26 +229,8 @@ class RotaryPositionalEmbedding(base_layer.BaseLayer):
     Args:
       inputs: [B, L, H, K].
       position: Integers, [B, L] or [L].
-
-    Raises:
-      ValueError: K is not `embedding_dims`.
     """
-    p = self.hparams
-    if inputs.shape[-1] != p.embedding_dims:
-      raise ValueError(
-        f'{self.module_name}.embedding_dims is {p.embedding_dims}; expected the'
-        f' width of the heads, {inputs.shape[-1]}.'
-      )
     angles = transformer.rotary_angles(
-      position, p.embedding_dims, p.max_timescale
+      position, self.embedding_dims, self.max_timescale
     )
     return transformer.rotate(inputs, angles)
-
-
-def _check_even(layer: base_layer.BaseLayer) -> None:
-  dims = layer.hparams.embedding_dims
-  if dims < 2 or dims % 2:
-    raise errors.UsageError(
-      f'{layer.module_name}.embedding_dims is {dims}; expected an even number,'
-      ' for pairs of a sine and a cosine.'
-    )

@@ -21,25 +21,20 @@ import jax.numpy as jnp
 
 from examples.pax import base_layer
 from examples.pax import weights
-from jaxline import errors
 
 _PARAMS = 'params'  # Flax's name for the collection of trained weights.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Init(weights.WeightInit):
-  """Initializes a variable with the value that the Flax module gives it.
-
-  Attributes:
-    first: Function from a random key to the initial value.
-  """
+  """Initializes a variable as the Flax module does, from a random key."""
 
   first: Callable[[jax.Array], jax.Array] | None = None
 
   def maker(self, *unused: Any) -> Callable[..., jax.Array]:
-    assert self.first is not None
-    first = self.first
-    return lambda key, shape, dtype: first(key).reshape(shape).astype(dtype)
+    return lambda key, shape, dtype: (
+      self.first(key).reshape(shape).astype(dtype)
+    )
 
 
 class FlaxModule(base_layer.BaseLayer):
@@ -48,25 +43,23 @@ class FlaxModule(base_layer.BaseLayer):
   The collection 'params' is trained. Calls in training update all other
   collections, such as 'batch_stats'. A variable's name is its path, such as
   'Dense_0.kernel', with the collection as a prefix if it is not trained.
-
-  Attributes:
-    module_factory_method: Function that makes the unbound module.
-    inputs: An array or a `jax.ShapeDtypeStruct` of a valid shape for each
-      argument. They determine the shapes of the variables.
-    train_argument: Name of the module's argument that is True in training. If
-      '', there is none.
   """
 
+  # Makes the unbound module.
   module_factory_method: Callable[[], Any] | None = None
+  # An array or a `jax.ShapeDtypeStruct` of a valid shape for each argument.
+  # They determine the shapes of the variables.
   inputs: Sequence[Any] = ()
+  # The module's argument that is True in training. If '', there is none.
   train_argument: str = ''
 
+  _RULES = {
+    'a module_factory_method, which makes a Flax module': (
+      lambda p: p.module_factory_method is not None
+    )
+  }
+
   def setup(self) -> None:
-    if self.module_factory_method is None:
-      raise errors.UsageError(
-        f'{self.module_name}.module_factory_method is None; expected a function'
-        ' that makes a Flax module.'
-      )
     self._module = self.module_factory_method()
     shapes = jax.eval_shape(self._first_values, jax.random.key(0))
     # Path, including the collection -> name of the variable.

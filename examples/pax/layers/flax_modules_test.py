@@ -5,7 +5,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from examples.pax import experiment as experiment_lib
 from examples.pax import learners
@@ -72,11 +71,6 @@ def test_a_module_of_nnx():
   variables = layer.init(KEY)
   w = variables['params']['flax_module']['kernel']
   np.testing.assert_allclose(layer.apply(variables, X), X @ w, atol=1e-6)
-
-
-def test_a_layer_needs_its_module():
-  with pytest.raises(ValueError, match='module_factory_method is None'):
-    made(None).abstract_init()
 
 
 class Model(models.BaseModel):

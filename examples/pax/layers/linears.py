@@ -3,20 +3,16 @@
 Shapes: D input, F output.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import activations
 
-BaseHParams = hparams.BaseHParams
-ReLU = activations.ReLU
+LayerTpl = base_layer.LayerTpl
 WeightHParams = base_layer.WeightHParams
-sub_config_field = base_layer.sub_config_field
+template_field = base_layer.template_field
 
 
 class Linear(base_layer.BaseLayer):
@@ -24,24 +20,15 @@ class Linear(base_layer.BaseLayer):
 
   By default, its axes are 'embed' and 'mlp'; `weight_split_dims_mapping`
   overrides them. `activation_split_dims_mapping` accepts 'out'.
-
-  Attributes:
-    input_dims: D.
-    output_dims: F.
   """
 
-  input_dims: int = 0
-  output_dims: int = 0
+  input_dims: int = 0  # D.
+  output_dims: int = 0  # F.
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_variable(
-      'w',
-      WeightHParams(
-        (p.input_dims, p.output_dims),
-        tensor_split_dims_mapping=('embed', 'mlp'),
-      ),
-    )
+    shape = (self.input_dims, self.output_dims)
+    weight = WeightHParams(shape, tensor_split_dims_mapping=('embed', 'mlp'))
+    self.create_variable('w', weight)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., F] for [..., D], in `fprop_dtype`."""
@@ -50,25 +37,16 @@ class Linear(base_layer.BaseLayer):
 
 
 class Bias(base_layer.BaseLayer):
-  """Adds a vector `b`, [D].
+  """Adds a vector `b`, [D]. By default, its axis is 'mlp'."""
 
-  By default, its axis is 'mlp'; `weight_split_dims_mapping` overrides it.
-
-  Attributes:
-    dims: D.
-  """
-
-  dims: int = 0
+  dims: int = 0  # D.
 
   def setup(self) -> None:
-    self.create_variable(
-      'b',
-      WeightHParams(
-        (self.hparams.dims,),
-        init=base_layer.WeightInit.Constant(0.0),
-        tensor_split_dims_mapping=('mlp',),
-      ),
+    zero = base_layer.WeightInit.Constant(0.0)
+    weight = WeightHParams(
+      (self.dims,), zero, tensor_split_dims_mapping=('mlp',)
     )
+    self.create_variable('b', weight)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., D] for [..., D], in `fprop_dtype`."""
@@ -81,47 +59,25 @@ class FeedForward(base_layer.BaseLayer):
   """A linear layer, a bias, and an activation.
 
   `activation_split_dims_mapping` accepts 'out'.
-
-  Attributes:
-    input_dims: D.
-    output_dims: F.
-    has_bias: Whether to add a bias.
-    linear_tpl: Template of the linear layer.
-    bias_tpl: Template of the bias. By default, its axis is the last axis of the
-      linear layer's weight.
-    activation_tpl: Template of the activation.
   """
 
-  input_dims: int = 0
-  output_dims: int = 0
+  input_dims: int = 0  # D.
+  output_dims: int = 0  # F.
   has_bias: bool = True
-  linear_tpl: BaseHParams = sub_config_field(Linear.HParams)
-  bias_tpl: BaseHParams = sub_config_field(Bias.HParams)
-  activation_tpl: activations.BaseActivation.HParams = sub_config_field(
-    ReLU.HParams
-  )
+  linear_tpl: LayerTpl = template_field(Linear)
+  bias_tpl: LayerTpl = template_field(Bias)
+  activation_tpl: LayerTpl = template_field(activations.ReLU)
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_child(
-      'linear',
-      p.linear_tpl,
-      input_dims=p.input_dims,
-      output_dims=p.output_dims,
-    )
-    if p.has_bias:
-      bias: dict[str, Any] = {'dims': p.output_dims}
-      product = p.linear_tpl.weight_split_dims_mapping
-      own = p.bias_tpl.weight_split_dims_mapping
-      if 'w' in product and 'b' not in own:
-        last = None if product['w'] is None else tuple(product['w'])[-1:]
-        bias['weight_split_dims_mapping'] = {**own, 'b': last}
-      self.create_child('bias', p.bias_tpl, **bias)
-    self.create_child('activation', p.activation_tpl)
+    sizes = {'input_dims': self.input_dims, 'output_dims': self.output_dims}
+    self.create_child('linear', self.linear_tpl, **sizes)
+    if self.has_bias:
+      self.create_child('bias', self.bias_tpl, dims=self.output_dims)
+    self.create_child('activation', self.activation_tpl)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
     """Returns [..., F] for [..., D], in `fprop_dtype`."""
     x = self.linear(inputs)
-    if self.hparams.has_bias:
+    if self.has_bias:
       x = self.bias(x)
     return self.shard(self.activation(x), None)

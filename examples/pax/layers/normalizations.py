@@ -10,8 +10,8 @@ import numpy as np
 from examples import transformer
 from examples.pax import base_layer
 
-WeightHParams = base_layer.WeightHParams
 WeightInit = base_layer.WeightInit
+_SKIP = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
 
 
 class BaseNormalization(base_layer.BaseLayer):
@@ -20,25 +20,17 @@ class BaseNormalization(base_layer.BaseLayer):
   By default, the axis of the variables is 'embed'; `weight_split_dims_mapping`
   overrides it. As in Praxis, only the variables of `LayerNorm` are in the
   collection SKIP_LP_REGULARIZATION.
-
-  Attributes:
-    dim: D.
   """
 
-  dim: int = 0
+  dim: int = 0  # D.
 
   def _create(
-    self,
-    name: str,
-    init: WeightInit,
-    trainable: bool = True,
-    skip_lp_regularization: bool = False,
+    self, name: str, init: WeightInit, trainable: bool = True
   ) -> None:
-    skip = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
-    weight = WeightHParams(
-      (self.hparams.dim,),
+    weight = base_layer.WeightHParams(
+      (self.dim,),
       init=init,
-      collections=(skip,) if skip_lp_regularization else (),
+      collections=(_SKIP,) if isinstance(self, LayerNorm) else (),
       tensor_split_dims_mapping=('embed',),
     )
     self.create_variable(name, weight, trainable)
@@ -48,7 +40,6 @@ class IdentityNorm(BaseNormalization):
   """Returns the inputs unchanged."""
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Returns [..., D]."""
     return inputs
 
 
@@ -56,61 +47,35 @@ class LayerNorm(BaseNormalization):
   """Layer normalization (Ba et al., 2016).
 
   The variables are `scale`, which stores the scale minus 1, and `bias`.
-
-  Attributes:
-    epsilon: Small constant, added to the variance.
-    use_scale: Whether there is a scale.
-    use_bias: Whether there is a bias.
   """
 
-  epsilon: float = 1e-6
-  use_scale: bool = True
-  use_bias: bool = True
+  epsilon: float = 1e-6  # Added to the variance.
 
   def setup(self) -> None:
-    p = self.hparams
-    zero = WeightInit.Constant(0.0)
-    if p.use_scale:
-      self._create('scale', zero, skip_lp_regularization=True)
-    if p.use_bias:
-      self._create('bias', zero, skip_lp_regularization=True)
+    self._create('scale', WeightInit.Constant(0.0))
+    self._create('bias', WeightInit.Constant(0.0))
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Returns [..., D], in the dtype of the inputs."""
-    p = self.hparams
     return transformer.normalize(
       inputs,
-      scale=1 + self.theta.scale if p.use_scale else jnp.ones(p.dim),
-      bias=self.theta.bias if p.use_bias else None,
-      epsilon=p.epsilon,
+      scale=1 + self.theta.scale,
+      bias=self.theta.bias,
+      epsilon=self.epsilon,
       centered=True,
     )
 
 
 class RmsNorm(BaseNormalization):
-  """Root mean square normalization (Zhang and Sennrich, 2019), with a `scale`.
+  """Root mean square normalization (Zhang and Sennrich, 2019): a `scale`."""
 
-  Attributes:
-    epsilon: Small constant, added to the mean square.
-    direct_scale: Whether the variable is the scale itself. If False, it is the
-      scale minus 1.
-  """
-
-  epsilon: float = 1e-6
-  direct_scale: bool = True
+  epsilon: float = 1e-6  # Added to the mean square.
 
   def setup(self) -> None:
-    start = 1.0 if self.hparams.direct_scale else 0.0
-    self._create('scale', WeightInit.Constant(start))
+    self._create('scale', WeightInit.Constant(1.0))
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Returns [..., D], in the dtype of the inputs."""
-    p, scale = self.hparams, self.theta.scale
     return transformer.normalize(
-      inputs,
-      scale=scale if p.direct_scale else 1 + scale,
-      epsilon=p.epsilon,
-      centered=False,
+      inputs, scale=self.theta.scale, epsilon=self.epsilon, centered=False
     )
 
 
@@ -125,45 +90,39 @@ class BatchNorm(BaseNormalization):
   The trained variables are `gamma`, the scale minus 1, and `beta`. The
   non-trainable ones are `moving_mean` and `moving_variance`. Weight decay
   therefore draws the scale towards 1.
-
-  Attributes:
-    decay: Decay of the moving averages.
-    epsilon: Small constant, added to the variance. Praxis's is always 0.001.
-    gamma_init: Initializer of `gamma`. With -1 in the last normalization of a
-      residual branch, the block starts as the identity (Goyal et al., 2017).
   """
 
-  decay: float = 0.999
-  epsilon: float = 0.001
+  decay: float = 0.999  # Of the moving averages.
+  # With -1 in the last normalization of a residual branch, the block starts as
+  # the identity (Goyal et al., 2017).
   gamma_init: WeightInit = WeightInit.Constant(0.0)
 
   def setup(self) -> None:
     self._create('beta', WeightInit.Constant(0.0))
-    self._create('gamma', self.hparams.gamma_init)
+    self._create('gamma', self.gamma_init)
     self._create('moving_mean', WeightInit.Constant(0.0), trainable=False)
     self._create('moving_variance', WeightInit.Constant(1.0), trainable=False)
 
   def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Returns [..., D], in the dtype of the inputs."""
-    p, theta = self.hparams, self.theta
+    theta = self.theta
     x = inputs.astype(np.promote_types(theta.gamma.dtype, np.float32))
 
     def value(name: str) -> jax.Array:
       return self.get_var(name).astype(x.dtype)
 
+    leading = tuple(range(x.ndim - 1))
     if self.do_eval:
       mean, variance = value('moving_mean'), value('moving_variance')
     else:
       # Reading the inputs dominates the cost, so both sums use one pass.
-      axes = tuple(range(x.ndim - 1))
-      mean = jnp.mean(x, axis=axes)
-      square = jnp.mean(x * x, axis=axes)
+      mean = jnp.mean(x, axis=leading)
+      square = jnp.mean(x * x, axis=leading)
       variance = jnp.maximum(square - mean * mean, 0)
       for name, new in ('moving_mean', mean), ('moving_variance', variance):
-        new = p.decay * value(name) + (1 - p.decay) * new
+        new = self.decay * value(name) + (1 - self.decay) * new
         self.update_var(name, new.astype(self.get_var(name).dtype))
-    factor = (1 + value('gamma')) * jax.lax.rsqrt(variance + p.epsilon)
-    leading = range(x.ndim - 1)
+    # Praxis's epsilon is always 0.001.
+    factor = (1 + value('gamma')) * jax.lax.rsqrt(variance + 0.001)
     factor, mean, beta = (
       jnp.expand_dims(v, leading) for v in (factor, mean, value('beta'))
     )

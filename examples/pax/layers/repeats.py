@@ -14,11 +14,7 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from jaxline.parallel import partitioning
-
-BaseHParams = hparams.BaseHParams
-sub_config_field = base_layer.sub_config_field
 
 
 class AutodiffCheckpointType:
@@ -36,26 +32,22 @@ class Repeat(base_layer.BaseLayer):
   the next layer's `x`; `args` are the same for all layers. If the layer has
   `empty_cache` and `extend_step`, so does the loop.
 
-  Attributes:
-    sub_tpl: Template of the layer.
-    x_times: N.
-    checkpoint_policy: Rematerialization policy of each layer; see
-      `transformer.remat_policy`.
-    layer: One layer, not bound to a run. Call it with
-      `layer.apply(slice of variables, ...)`.
+  `layer` is one layer, not bound to a run. Call it with `layer.apply(slice of
+  variables, ...)`.
   """
 
-  sub_tpl: BaseHParams | None = sub_config_field(None)
-  x_times: int = 0
+  sub_tpl: base_layer.LayerTpl | None = base_layer.template_field(None)
+  x_times: int = 0  # N.
+  # Rematerialization of each layer; see `transformer.remat_policy`.
   checkpoint_policy: str = 'full'
 
   def setup(self) -> None:
-    p, run = self.hparams, self.in_run()
-    self.layer = self._unbound_child(p.sub_tpl, {'name': 'sub'})
+    run = self.in_run()
+    self.layer = self._unbound_child(self.sub_tpl, {'name': 'sub'})
     # `apply` runs the layers. This run only holds their variables.
     outside = run.stacks
-    run.stacks = (*outside, (self.module_name, p.x_times))
-    self._child('sub', p.sub_tpl, {})
+    run.stacks = (*outside, (self.module_name, self.x_times))
+    self._child('sub', self.sub_tpl, {})
     run.stacks = outside
 
   def variables(self, *, boxed: bool = False) -> base_layer.Variables:
@@ -103,11 +95,11 @@ class Repeat(base_layer.BaseLayer):
       (x, cache), collected = run(variables, number, x, cache, *args)
       return x, (cache, collected)
 
-    policy = transformer.remat_policy(self.hparams.checkpoint_policy)
+    policy = transformer.remat_policy(self.checkpoint_policy)
     if policy is not None and cache is None:
       # XLA does not merge a loop with its recomputation, so CSE does no harm.
       one = jax.checkpoint(one, policy=policy, prevent_cse=False)
-    times = self.hparams.x_times
+    times = self.x_times
     cache = jax.tree.map(lambda c: c.reshape(times, -1, *c.shape[1:]), cache)
     layers = (self.variables(), jnp.arange(times), cache)
     x, (cache, collected) = jax.lax.scan(one, x, layers)
@@ -123,13 +115,9 @@ class Repeat(base_layer.BaseLayer):
         for i in range(times)
       }
 
-    run_of_all.collected.add(
-      base_layer.Collected(
-        summaries=by_layer(collected.summaries),
-        aux_losses=by_layer(collected.aux_losses),
-      ),
-      f'{self.module_name}/',
-    )
+    collected.summaries = by_layer(collected.summaries)
+    collected.aux_losses = by_layer(collected.aux_losses)
+    run_of_all.collected.add(collected, f'{self.module_name}/')
     return x, _joined(cache)
 
   def runner(self, method: str) -> Callable[..., Any]:

@@ -10,51 +10,19 @@ import pytest
 
 from examples.pax import base_layer
 from examples.pax.layers import activations
-from examples.pax.layers import convolutions
 from examples.pax.layers import resnets
-
-# The first block keeps the channels. The second needs a projection.
-BLOCKS = (1, 1)
-CHANNELS = (8, 16)
 
 
 def _hparams(**changes):
+  # The first block keeps the channels. The second needs a projection.
   return resnets.ResNet.HParams(
     name='net',
-    entryflow_conv_channels=8,
-    channels=CHANNELS,
-    blocks=BLOCKS,
+    channels=(8, 16),
+    blocks=(1, 1),
     kernels=(3, 3),
     strides=(1, 2),
     dtype=jnp.float64,
-    fprop_dtype=jnp.float64,
   ).set(**changes)
-
-
-def _set_dtype(hparams, dtype):
-  """Sets the dtype of all variables, because templates do not inherit it."""
-  for template in (
-    hparams.conv_params.conv_tpl,
-    hparams.conv_params.batch_norm_tpl,
-  ):
-    template.dtype = dtype
-  return hparams
-
-
-def _random(weights, rng):
-  """Returns random values, positive ones for variances."""
-
-  def one(path, weight):
-    name = path[-1].key
-    if name == 'gamma':
-      return rng.uniform(-0.5, 0.5, weight.shape)
-    if name == 'moving_variance':
-      return rng.uniform(0.5, 1.5, weight.shape)
-    return rng.normal(size=weight.shape) / math.sqrt(
-      math.prod(weight.shape[:-1])
-    )
-
-  return jax.tree_util.tree_map_with_path(one, weights)
 
 
 def _sines(offset, shape):
@@ -69,8 +37,7 @@ def test_praxis_network_computes_the_same():
   """
   # float64 makes the results equal on all processors.
   with jax.enable_x64(True):
-    layer = _set_dtype(_hparams(entryflow_conv_channels=2), jnp.float64)
-    layer = layer.Instantiate()
+    layer = _hparams().Instantiate()
     variables = jax.tree.map(lambda weight: weight.shape, layer.abstract_init())
     parts = ('body_0', 'body_1', 'body_2', 'shortcut')
     names = ['entryflow_conv']
@@ -112,111 +79,55 @@ def test_praxis_network_computes_the_same():
   close(eval_out.sum(), 3.0111823, rtol=1e-6)
 
 
-def test_a_block_starts_as_its_shortcut():
+@pytest.mark.parametrize(
+  ('activation', 'formula'),
+  [
+    (activations.ReLU, lambda x: np.maximum(x, 0)),
+    (activations.Identity, lambda x: x),
+  ],
+)
+def test_a_block_starts_as_its_shortcut(activation, formula):
   block = resnets.ResNetBlock.HParams(
-    name='block', input_dim=8, output_dim=8, zero_init_residual=True
-  ).Instantiate()
-  rng = np.random.default_rng(2)
-  weights = block.abstract_init()
-  variables = jax.tree.map(np.float32, _random(weights, rng))
-  for module, of_module in weights['params'].items():
-    for name, weight in of_module.items():
-      if weight.init is not None and weight.init.method == 'constant':
-        first = np.full(weight.shape, weight.init.scale, np.float32)
-        variables['params'][module][name] = first
-  x_BHWC = np.float32(rng.normal(size=(2, 4, 4, 8)))
-  got = jax.jit(functools.partial(block.apply, do_eval=True))(variables, x_BHWC)
-  np.testing.assert_array_equal(got, np.maximum(x_BHWC, 0))
-
-
-class _Twice(base_layer.BaseLayer):
-  """A block that has no convolution."""
-
-  class HParams(base_layer.BaseLayer.HParams):
-    input_dim: int = 0
-    output_dim: int = 0
-    kernel_size: int = 0
-    stride: int = 0
-
-  def __call__(self, x_BHWC):
-    return 2 * x_BHWC
-
-
-def test_blocks_and_activations_that_are_given():
-  sizes = {'blocks': (2,), 'channels': (4,), 'kernels': (3,), 'strides': (1,)}
-  net = resnets.ResNet.HParams(block_params=_Twice.HParams(), **sizes)
-  weights = net.Instantiate().abstract_init()['params']
-  assert weights['res_net/entryflow_conv/conv']['w'].shape == (7, 7, 3, 4)
-  assert not any('blocks' in name for name in weights)
-
-  block = resnets.ResNetBlock.HParams(
-    input_dim=4,
-    output_dim=4,
-    conv_params=convolutions.ConvBNAct.HParams(),
-    activation_tpl=activations.Identity.HParams(),
+    input_dim=8,
+    output_dim=8,
+    activation_tpl=activation.HParams(),
     zero_init_residual=True,
-  )
-  x_BHWC = np.float32(np.random.default_rng(2).normal(size=(2, 4, 4, 4)))
-  variables = jax.jit(block.Instantiate().init)(jax.random.key(0))
-  out = jax.jit(functools.partial(block.Instantiate().apply, do_eval=True))(
-    variables, x_BHWC
-  )
-  np.testing.assert_array_equal(out, x_BHWC)  # There is no ReLU.
+  ).Instantiate()
+  x_BHWC = np.float32(np.random.default_rng(2).normal(size=(2, 4, 4, 8)))
+  variables = jax.jit(block.init)(jax.random.key(0))
+  got = jax.jit(functools.partial(block.apply, do_eval=True))(variables, x_BHWC)
+  np.testing.assert_array_equal(got, formula(x_BHWC))
 
 
 def test_integer_pixels_are_normalised_in_the_network():
-  sizes = {'entry_max_pool': False, 'blocks': (1,), 'channels': (4,)}
-  sizes |= {'kernels': (3,), 'strides': (1,), 'entryflow_conv_channels': 4}
-  plain = resnets.ResNet.HParams(**sizes)
+  plain = _hparams(dtype=jnp.float32)
   pixels = plain.clone().set(
     pixel_mean=(10.0, 20.0, 30.0), pixel_std=(2.0, 4.0, 8.0)
   )
-  rng = np.random.default_rng(3)
-  variables = _random(plain.Instantiate().abstract_init(), rng)
-  variables = jax.tree.map(np.float32, variables)
-  x_BHWC = rng.integers(0, 256, (2, 4, 4, 3), np.uint8)
+  variables = jax.jit(plain.Instantiate().init)(jax.random.key(0))
+  x_BHWC = np.random.default_rng(3).integers(0, 256, (2, 4, 4, 3), np.uint8)
   floats_BHWC = (x_BHWC - np.array([10.0, 20, 30])) / np.array([2.0, 4, 8])
 
   def run(hparams, x_BHWC):
     apply = functools.partial(hparams.Instantiate().apply, do_eval=True)
     return jax.jit(apply)(variables, x_BHWC)
 
-  want = run(plain, np.float32(floats_BHWC))
   got = run(pixels, x_BHWC)
-  np.testing.assert_allclose(got, want, rtol=1e-5)
+  assert got.std() > 0.1
+  np.testing.assert_allclose(
+    got, run(plain, np.float32(floats_BHWC)), rtol=1e-4
+  )
   with pytest.raises(ValueError, match=r'uint8\. Set pixel_mean'):
     jax.eval_shape(plain.Instantiate().apply, variables, x_BHWC)
 
 
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'blocks': (1, 2)}, 'one entry per group'),
-    ({'channels': (256, 512, 1024, 2049)}, 'a multiple of 4'),
-    ({'pixel_mean': (1.0,), 'pixel_std': (1.0,)}, 'expected 3 numbers each'),
-    ({'pixel_mean': (1.0,) * 3}, 'expected 3 numbers each'),
-  ],
-)
-def test_wrong_hyperparameters_are_refused(fields, message):
-  with pytest.raises(ValueError, match=message):
-    resnets.ResNet.HParams(**fields).Instantiate().abstract_init()
-
-
 def test_first_values_are_those_of_the_method():
   block = resnets.ResNetBlock.HParams(zero_init_residual=True)
-  layer = _hparams(
-    dtype=jnp.float32, fprop_dtype=None, block_params=block
-  ).Instantiate()
-  weights = layer.abstract_init()['params']
-  he = base_layer.WeightInit.GaussianSqrtFanOut(1.4141)
-  inits = {
-    (path.rpartition('/')[2], name): weight.init
-    for path, module in weights.items()
-    for name, weight in module.items()
-  }
-  assert inits['conv', 'w'] == he
-  for path, module in weights.items():
-    if path.endswith('batch_norm'):
-      is_last = path.endswith('body_2/batch_norm')
-      gamma = module['gamma'].init
-      assert gamma == base_layer.WeightInit.Constant(-1.0 if is_last else 0.0)
+  layer = _hparams(dtype=jnp.float32, block_params=block).Instantiate()
+  for path, module in layer.abstract_init()['params'].items():
+    if path.endswith('conv'):
+      init = base_layer.WeightInit.GaussianSqrtFanOut(1.4141)
+      assert module['w'].init == init
+    else:
+      first = -1.0 if path.endswith('body_2/batch_norm') else 0.0
+      assert module['gamma'].init == base_layer.WeightInit.Constant(first)

@@ -7,25 +7,17 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
+from jaxline.base import keys
 
 
 class Dropout(base_layer.BaseLayer):
   """Drops entries in training, and scales up the others to compensate.
 
-  See Srivastava et al. (2014).
-
-  Attributes:
-    keep_prob: Probability to keep an entry, above 0. If 1, all are kept.
+  See Srivastava et al. (2014). `keep_prob` is the probability to keep an entry.
   """
 
   keep_prob: float = 1.0
-
-  def setup(self) -> None:
-    if not 0 < self.hparams.keep_prob <= 1:
-      raise ValueError(
-        f'{self.module_name}.keep_prob is {self.hparams.keep_prob}; expected'
-        ' more than 0 and at most 1.'
-      )
+  _CHECKS = {'keep_prob': keys.number(above=0, max=1)}
 
   def __call__(
     self, inputs: jax.Array, rows_B: jax.Array | None = None
@@ -37,7 +29,7 @@ class Dropout(base_layer.BaseLayer):
       rows_B: Index of each row in the whole batch, which seeds its dropout. If
         None, they count from 0, which is wrong for microbatches of a pipeline.
     """
-    keep = self.hparams.keep_prob
+    keep = self.keep_prob
     if self.do_eval or keep == 1:
       return inputs
     if rows_B is None:
@@ -46,9 +38,5 @@ class Dropout(base_layer.BaseLayer):
 
 
 def dropout(rate: float) -> dict[str, Any]:
-  """Returns arguments of `create_child` that make a `Dropout`.
-
-  Args:
-    rate: Probability to drop an entry, below 1.
-  """
+  """Returns arguments of `create_child` for a `Dropout` of a rate below 1."""
   return {'template': Dropout.HParams(), 'keep_prob': 1 - rate}

@@ -5,9 +5,7 @@ output to it. Like a stack, a layer has `__call__` for whole sequences, and
 `empty_cache` and `extend_step` for decoding. In all arrays of a cache, axis 1
 is the batch, and axis 0 counts the layers of a loop.
 
-Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
-values, K head dim, V vocab, S stacked matrices, M positions of a cache, T
-length of the source.
+Shapes: as in `attentions`; F hidden width.
 """
 
 from typing import Any
@@ -16,14 +14,13 @@ import jax
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import normalizations
 from examples.pax.layers import stochastics
 
-BaseHParams = hparams.BaseHParams
-sub_config_field = base_layer.sub_config_field
+LayerTpl = base_layer.LayerTpl
+template_field = base_layer.template_field
 
 Context = attentions.Context
 
@@ -34,45 +31,30 @@ def non_default(**fields: Any) -> dict[str, Any]:
 
 
 class _Residual(base_layer.BaseLayer):
-  """A layer of sublayers, each with a normalization and a residual connection.
+  """A layer of sublayers with a normalization and a residual connection."""
 
-  Attributes:
-    input_dims: D.
-    ln_tpl: Template of the normalization of a sublayer's input.
-    residual_dropout_prob: Dropout rate of a sublayer's output.
-  """
-
-  input_dims: int = 0
-  ln_tpl: BaseHParams = sub_config_field(normalizations.LayerNorm.HParams)
+  input_dims: int = 0  # D.
+  hidden_dims: int = 0  # F. If 0 in a `Transformer`, that of `tr_fflayer_tpl`.
+  ln_tpl: LayerTpl = template_field(normalizations.LayerNorm)
+  # Dropout rates of the sublayers' outputs and of the hidden values.
   residual_dropout_prob: float = 0.0
+  relu_dropout_prob: float = 0.0
 
   def setup(self) -> None:
-    p = self.hparams
-    self.create_child('layer_norm', p.ln_tpl, dim=p.input_dims)
-    self.create_child(
-      'residual_dropout', **stochastics.dropout(p.residual_dropout_prob)
-    )
+    self.create_child('layer_norm', self.ln_tpl, dim=self.input_dims)
+    dropout = stochastics.dropout(self.residual_dropout_prob)
+    self.create_child('residual_dropout', **dropout)
 
 
 class TransformerFeedForward(_Residual):
-  """The feed-forward block: normalize, project D -> F -> D, add the input.
+  """The feed-forward block: normalize, project D -> F -> D, add the input."""
 
-  Attributes:
-    hidden_dims: F.
-    has_bias: Whether both projections have biases.
-    activation_tpl: Template of the activation between the projections.
-    use_gated_activation: Whether to multiply the activation's output by a
-      second projection of the inputs (Shazeer, 2020).
-    proj_tpl: Template of the projections.
-    relu_dropout_prob: Dropout rate of the hidden values.
-  """
-
-  hidden_dims: int = 0
-  has_bias: bool = True
-  activation_tpl: BaseHParams = sub_config_field(activations.ReLU.HParams)
+  has_bias: bool = True  # Whether both projections have biases.
+  activation_tpl: LayerTpl = template_field(activations.ReLU)
+  # Whether to multiply the activation's output by a second projection of the
+  # inputs (Shazeer, 2020).
   use_gated_activation: bool = False
-  proj_tpl: BaseHParams = sub_config_field(attentions.Projection.HParams)
-  relu_dropout_prob: float = 0.0
+  proj_tpl: LayerTpl = template_field(attentions.Projection)
 
   def setup(self) -> None:
     super().setup()
@@ -80,11 +62,11 @@ class TransformerFeedForward(_Residual):
     # The gate's weight and the other one are stacked. Each is initialized as a
     # separate matrix.
     parts = (2,) if p.use_gated_activation else ()
-    side_by_side = 'S' * len(parts)
+    s = 'S' * len(parts)
     self.create_child(
       'ffn_layer1',
       p.proj_tpl.clone(),
-      spec=f'BLD,D{side_by_side}F->BL{side_by_side}F',
+      spec=f'BLD,D{s}F->BL{s}F',
       shape=(p.input_dims, *parts, p.hidden_dims),
       axes=('embed', *(None for _ in parts), 'mlp'),
       fan_in_axes=(0,),
@@ -100,9 +82,8 @@ class TransformerFeedForward(_Residual):
       axes=('mlp', 'embed'),
       use_bias=p.has_bias,
     )
-    self.create_child(
-      'relu_dropout', **stochastics.dropout(p.relu_dropout_prob)
-    )
+    dropout = stochastics.dropout(p.relu_dropout_prob)
+    self.create_child('relu_dropout', **dropout)
 
   def __call__(
     self, inputs: jax.Array, rows: jax.Array | None = None
@@ -113,82 +94,58 @@ class TransformerFeedForward(_Residual):
       inputs: [B, L, D].
       rows: Indices of the rows in the batch; see `Context`.
     """
-    p = self.hparams
     hidden = self.ffn_layer1(self.layer_norm(inputs))
-    if p.use_gated_activation:
+    if self.use_gated_activation:
       gate_BLF, value_BLF = transformer.parts(hidden)
       hidden_BLF = self.activation(gate_BLF) * value_BLF
     else:
       hidden_BLF = self.activation(hidden)
     hidden_BLF = self.shard(hidden_BLF, transformer.HIDDEN, 'hidden')
     hidden_BLF = self.relu_dropout(hidden_BLF, rows)
-    out = self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
-    return inputs + out
+    return inputs + self.residual_dropout(self.ffn_layer2(hidden_BLF), rows)
 
 
 class Transformer(_Residual):
   """A layer of self-attention, optional cross-attention, and feed-forward.
 
-  Attributes:
-    hidden_dims: F. If 0, the value of `tr_fflayer_tpl`.
-    num_heads: H. If 0, the value of `tr_atten_tpl`.
-    dim_per_head: K. If None, the value of `tr_atten_tpl`.
-    is_causal: Whether a position sees no later ones.
-    use_cross_attention: Whether to attend to `Context.source`.
-    tr_atten_tpl: Template of self-attention.
-    cross_atten_tpl: Template of cross-attention. If None, `tr_atten_tpl`.
-    tr_fflayer_tpl: Template of the feed-forward block.
-    relu_dropout_prob: Dropout rate of the feed-forward block's hidden values.
-      If 0, the value of `tr_fflayer_tpl`.
-    atten_dropout_prob: Dropout rate of the attention weights. If 0, the value
-      of the attention's template.
+  A size that is None or 0, or a dropout rate of 0, is left to the template of
+  the sublayer.
   """
 
-  hidden_dims: int = 0
-  num_heads: int = 0
-  dim_per_head: int | None = None
-  is_causal: bool = True
+  num_heads: int = 0  # H.
+  dim_per_head: int | None = None  # K.
+  is_causal: bool = True  # Whether a position sees no later ones.
+  # Whether to attend to `Context.source`.
   use_cross_attention: bool = False
-  tr_atten_tpl: BaseHParams = sub_config_field(
-    attentions.DotProductAttention.HParams
-  )
-  cross_atten_tpl: BaseHParams | None = sub_config_field(None)
-  tr_fflayer_tpl: BaseHParams = sub_config_field(TransformerFeedForward.HParams)
-  relu_dropout_prob: float = 0.0
-  atten_dropout_prob: float = 0.0
+  # Both kinds of attention.
+  tr_atten_tpl: LayerTpl = template_field(attentions.DotProductAttention)
+  tr_fflayer_tpl: LayerTpl = template_field(TransformerFeedForward)
+  atten_dropout_prob: float = 0.0  # Of the attention weights.
 
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    heads = {
-      'input_dim': p.input_dims,
-      **non_default(
-        num_heads=p.num_heads,
-        dim_per_head=p.dim_per_head,
-        atten_dropout_prob=p.atten_dropout_prob,
-      ),
-    }
+    heads = {'input_dim': p.input_dims} | non_default(
+      num_heads=p.num_heads,
+      dim_per_head=p.dim_per_head,
+      atten_dropout_prob=p.atten_dropout_prob,
+    )
     self.create_child(
       'self_attention', p.tr_atten_tpl, is_causal=p.is_causal, **heads
     )
     if p.use_cross_attention:
-      norm = p.ln_tpl.clone()
+      norm, attention = p.ln_tpl.clone(), p.tr_atten_tpl.clone()
       self.create_child('cross_layer_norm', norm, dim=p.input_dims)
       self.create_child(
-        'cross_attention',
-        p.cross_atten_tpl or p.tr_atten_tpl.clone(),
-        is_cross_attention=True,
-        **heads,
+        'cross_attention', attention, is_cross_attention=True, **heads
       )
+    fields = non_default(
+      hidden_dims=p.hidden_dims,
+      residual_dropout_prob=p.residual_dropout_prob,
+      relu_dropout_prob=p.relu_dropout_prob,
+    )
     self.create_child(
-      'ff_layer',
-      p.tr_fflayer_tpl,
-      input_dims=p.input_dims,
-      **non_default(
-        hidden_dims=p.hidden_dims,
-        residual_dropout_prob=p.residual_dropout_prob,
-        relu_dropout_prob=p.relu_dropout_prob,
-      ),
+      'ff_layer', p.tr_fflayer_tpl, input_dims=p.input_dims, **fields
     )
 
   def __call__(
@@ -206,9 +163,8 @@ class Transformer(_Residual):
     """
     context = context or Context()
     mixed = self.self_attention(self.layer_norm(inputs), context)
-    return self._add_and_feed_forward(
-      inputs, mixed, self._source(context.source), context
-    )
+    source = self._source(context.source)
+    return self._add_and_feed_forward(inputs, mixed, source, context)
 
   def empty_cache(
     self, batch: int, length: int, source: jax.Array | None = None
@@ -219,9 +175,6 @@ class Transformer(_Residual):
       batch: B.
       length: M, the largest number of positions.
       source: Sequence that cross-attention attends to, [B, T, D].
-
-    Raises:
-      ValueError: As for `__call__`.
     """
     cache = {'self': self.self_attention.empty_cache(batch, length)}
     if (of_source := self._source(source)) is not None:
@@ -256,7 +209,7 @@ class Transformer(_Residual):
 
   def _source(self, source: jax.Array | None) -> attentions.Cache | None:
     """Returns the keys and values of cross-attention, or None without it."""
-    has = self.hparams.use_cross_attention
+    has = self.use_cross_attention
     if (source is not None) != has:
       got = 'no' if source is None else 'a'
       raise ValueError(

@@ -3,9 +3,7 @@
 Both embed tokens, run stacks of layers, and have an output layer. For decoding,
 they have `empty_cache` and `extend_step`: see `transformer_layers`.
 
-Shapes: B batch, L length, D width, F hidden width, H heads, G heads of keys and
-values, K head dim, V vocab, S stacked matrices, M positions of a cache, T
-length of the source.
+Shapes: as in `attentions`; V vocab.
 """
 
 from typing import Any
@@ -15,49 +13,39 @@ import jax.numpy as jnp
 
 from examples import transformer
 from examples.pax import base_layer
-from examples.pax import hparams
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import transformer_stacks
 
-BaseHParams = hparams.BaseHParams
-sub_config_field = base_layer.sub_config_field
+LayerTpl = base_layer.LayerTpl
+template_field = base_layer.template_field
 
 Context = attentions.Context
+Stack = transformer_stacks.StackedTransformer
 
 _in_blocks = transformer_stacks.in_blocks
 CACHE_AXIS = 1  # The batch axis of all arrays of a cache.
 
 
 class _Embedded(base_layer.BaseLayer):
-  """The base of networks with an embedding of tokens and an output layer.
+  """The base of networks with an embedding of tokens and an output layer."""
 
-  Attributes:
-    vocab_size: V.
-    model_dims: D.
-    softmax_tpl: Template of the output layer. A `SharedEmbeddingSoftmax` embeds
-      the tokens too.
-    separate_embedding_tpl: Template of the embedding. If None, the output layer
-      embeds the tokens. Required with a `FullSoftmax`.
-    position_emb_tpl: Template of the position embedding that is added to the
-      tokens. If None, there is none, as with rotary positions.
-    final_ln_tpl: Template of the normalization before the output layer. If
-      None, there is none.
-  """
-
-  vocab_size: int = 0
-  model_dims: int = 0
-  softmax_tpl: BaseHParams = sub_config_field(
-    embedding_softmax.SharedEmbeddingSoftmax.HParams
+  vocab_size: int = 0  # V.
+  model_dims: int = 0  # D.
+  # The output layer. A `SharedEmbeddingSoftmax` embeds the tokens too.
+  softmax_tpl: LayerTpl = template_field(
+    embedding_softmax.SharedEmbeddingSoftmax
   )
-  separate_embedding_tpl: BaseHParams | None = sub_config_field(None)
-  position_emb_tpl: BaseHParams | None = sub_config_field(
-    embedding_softmax.PositionalEmbedding.HParams
+  # The embedding, if not the output layer. Required with a `FullSoftmax`.
+  separate_embedding_tpl: LayerTpl | None = template_field(None)
+  # The position embedding that is added to the tokens. None, as with rotary
+  # positions, means that there is none.
+  position_emb_tpl: LayerTpl | None = template_field(
+    embedding_softmax.PositionalEmbedding
   )
-  final_ln_tpl: BaseHParams | None = sub_config_field(
-    normalizations.LayerNorm.HParams
-  )
+  # The normalization before the output layer; `IdentityNorm` for none.
+  final_ln_tpl: LayerTpl = template_field(normalizations.LayerNorm)
 
   def setup(self) -> None:
     p = self.hparams
@@ -71,27 +59,17 @@ class _Embedded(base_layer.BaseLayer):
       self.create_child(
         'position_emb', p.position_emb_tpl, embedding_dims=p.model_dims
       )
-    self.create_child('final_ln', self._final_norm(), dim=p.model_dims)
-
-  def _final_norm(self) -> BaseHParams:
-    return self.hparams.final_ln_tpl or normalizations.IdentityNorm.HParams()
+    self.create_child('final_ln', p.final_ln_tpl, dim=p.model_dims)
 
   def _embed(
-    self,
-    ids_BL: jax.Array,
-    position: jax.Array | None = None,
-    embedding: base_layer.BaseLayer | None = None,
+    self, ids_BL: jax.Array, position: jax.Array | None = None
   ) -> jax.Array:
-    """Embeds tokens, [B, L, D].
+    """Embeds tokens at positions [B, L], or [L] for all rows: [B, L, D].
 
-    Args:
-      ids_BL: The tokens.
-      position: Their positions, [B, L], or [L] for all rows. If None, they
-        count from 0.
-      embedding: The embedding. If None, the target's.
+    Without positions, they count from 0.
     """
-    x_BLD = (embedding or self._embedding).emb_lookup(ids_BL)
-    if self.hparams.position_emb_tpl is not None:
+    x_BLD = self._embedding.emb_lookup(ids_BL)
+    if self.position_emb_tpl is not None:
       if position is None:
         position = jnp.arange(ids_BL.shape[1])
       if position.ndim == 1:
@@ -134,35 +112,23 @@ class _Embedded(base_layer.BaseLayer):
 
   def _check_length(self, length: int) -> None:
     # A gather of trained positions would not notice that there are too few.
-    most = getattr(self.hparams.position_emb_tpl, 'max_seq_length', length)
-    if length > most:
-      raise ValueError(
-        f'Got {length} positions; {self.module_name} has max_seq_length {most}.'
-        ' Decode fewer tokens, or increase it.'
-      )
+    trained = embedding_softmax.TrainablePositionalEmbedding.HParams
+    if isinstance(self.position_emb_tpl, trained):
+      self.position_emb.check_length(length)
 
 
 class TransformerLm(_Embedded):
-  """A language model with one stack of layers.
+  """A language model with one stack of layers."""
 
-  Attributes:
-    stacked_transformer_tpl: Template of the stack.
-    packed_input: Whether rows hold several documents, which must not see each
-      other. If so, `segment_ids` is required.
-  """
-
-  stacked_transformer_tpl: BaseHParams = sub_config_field(
-    transformer_stacks.StackedTransformer.HParams
-  )
+  stacked_transformer_tpl: LayerTpl = template_field(Stack)
+  # Whether rows hold several documents, which must not see each other. If so,
+  # `segment_ids` is required.
   packed_input: bool = False
 
   def setup(self) -> None:
     super().setup()
-    stack = self.hparams.stacked_transformer_tpl
-    self.create_child(
-      'transformer',
-      _in_blocks(stack, mask_self_attention=True),
-    )
+    stack = _in_blocks(self.stacked_transformer_tpl, mask_self_attention=True)
+    self.create_child('transformer', stack)
 
   def hidden(
     self,
@@ -184,12 +150,11 @@ class TransformerLm(_Embedded):
     Raises:
       ValueError: `segment_ids` is missing, or given without `packed_input`.
     """
-    if (segment_ids is not None) != self.hparams.packed_input:
+    if (segment_ids is not None) != self.packed_input:
       got = 'no' if segment_ids is None else 'a value of'
       raise ValueError(
-        f'{self.module_name}.packed_input is {self.hparams.packed_input}, and'
-        f' there is {got} segment_ids. Give segment_ids exactly if packed_input'
-        ' is True.'
+        f'{self.module_name}.packed_input is {self.packed_input}, and there is'
+        f' {got} segment_ids. Give segment_ids exactly if packed_input is True.'
       )
     if paddings is not None and segment_ids is None:
       # Praxis makes padding a separate document, too. In packed rows,
@@ -207,7 +172,7 @@ class TransformerLm(_Embedded):
       length: M, the largest number of positions.
 
     Raises:
-      ValueError: `length` exceeds the number of trained positions.
+      UsageError: `length` exceeds the number of trained positions.
     """
     self._check_length(length)
     return {'transformer': self.transformer.empty_cache(batch, length)}
@@ -234,49 +199,27 @@ class TransformerLm(_Embedded):
 class TransformerEncoderDecoder(_Embedded):
   """An encoder of a source, and a decoder that attends to it.
 
-  As in Vaswani et al. (2017), but with each sublayer's input normalized. The
-  inherited fields of the embedding and the output layer are the decoder's.
-
-  Attributes:
-    encoder_stacked_transformer_tpl: Template of the encoder's stack.
-    decoder_stacked_transformer_tpl: Template of the decoder's stack.
-    encoder_embedding_tpl: Template of the source's embedding, with its own
-      `num_classes`. If None, the target's embedding is used.
+  As in Vaswani et al. (2017), but with each sublayer's input normalized. Source
+  and target have the same embedding.
   """
 
-  encoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
-    transformer_stacks.StackedTransformer.HParams
-  )
-  decoder_stacked_transformer_tpl: BaseHParams = sub_config_field(
-    transformer_stacks.StackedTransformer.HParams
-  )
-  encoder_embedding_tpl: BaseHParams | None = sub_config_field(None)
+  encoder_stacked_transformer_tpl: LayerTpl = template_field(Stack)
+  decoder_stacked_transformer_tpl: LayerTpl = template_field(Stack)
 
   def setup(self) -> None:
     super().setup()
     p = self.hparams
-    self._encoder_embedding = self._embedding
-    if p.encoder_embedding_tpl is not None:
-      self.create_child(
-        'encoder_embedding',
-        p.encoder_embedding_tpl,
-        input_dims=p.model_dims,
+    encoder, decoder = (
+      _in_blocks(stack, mask_self_attention=masks, use_cross_attention=masks)
+      for masks, stack in (
+        (False, p.encoder_stacked_transformer_tpl),
+        (True, p.decoder_stacked_transformer_tpl),
       )
-      self._encoder_embedding = self.encoder_embedding
-    self.create_child(
-      'encoder',
-      _in_blocks(p.encoder_stacked_transformer_tpl, mask_self_attention=False),
     )
-    final_norm = self._final_norm().clone()
+    self.create_child('encoder', encoder)
+    final_norm = p.final_ln_tpl.clone()
     self.create_child('encoder_ln', final_norm, dim=p.model_dims)
-    self.create_child(
-      'decoder',
-      _in_blocks(
-        p.decoder_stacked_transformer_tpl,
-        mask_self_attention=True,
-        use_cross_attention=True,
-      ),
-    )
+    self.create_child('decoder', decoder)
 
   def encode(
     self, source_ids: jax.Array, source_paddings: jax.Array
@@ -284,12 +227,11 @@ class TransformerEncoderDecoder(_Embedded):
     """Returns the encoded source, which the decoder attends to, [B, T, D].
 
     Args:
-      source_ids: Integers below the source's vocabulary size, [B, T].
+      source_ids: Integers below V, [B, T].
       source_paddings: [B, T], 1 for padding, 0 for tokens.
     """
-    x_BTD = self._embed(source_ids, embedding=self._encoder_embedding)
     context = Context(seen=_seen(source_paddings))
-    return self.encoder_ln(self.encoder(x_BTD, context))
+    return self.encoder_ln(self.encoder(self._embed(source_ids), context))
 
   def hidden(
     self,
@@ -321,7 +263,7 @@ class TransformerEncoderDecoder(_Embedded):
       length: M, the largest number of target positions.
 
     Raises:
-      ValueError: `length` exceeds the number of trained positions.
+      UsageError: `length` exceeds the number of trained positions.
     """
     self._check_length(length)
     batch = encoded.shape[0]

@@ -1,12 +1,12 @@
-"""Tests of transformers against a separate program, and of all ways to run.
+"""Transformers: against NumPy, in a loop and in a pipeline, and their parts.
 
-Shapes: as in transformers.py.
+`models_test` compares decoding, and further numbers of Praxis. Shapes: as in
+transformers.py.
 """
 
 import functools
 import math
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,15 +30,15 @@ TRAINED = embedding_softmax.TrainablePositionalEmbedding.HParams(
 )
 
 
-def _block(num_layers=1, width=D, heads=H, hidden=F, dropout=0.0, **attention):
+def _block(num_layers=1, heads=H, dropout=0.0, **attention):
   """Layers like Pax's on C4, with a cap low enough to have an effect."""
   atten = attentions.DotProductAttention.HParams(
     use_bias=False, atten_logit_cap=0.5, combine_qkv=True
   )
   return transformers.StackedTransformer.HParams(
     num_layers=num_layers,
-    model_dims=width,
-    hidden_dims=hidden,
+    model_dims=D,
+    hidden_dims=F,
     num_heads=heads,
     dropout_prob=dropout,
     transformer_layer_params_tpl=transformers.Transformer.HParams(
@@ -56,10 +56,10 @@ def _repeated(times, policy='nothing', **block):
   )
 
 
-def _lm(stack, vocab=V, width=D, **fields):
+def _lm(stack, **fields):
   lm = transformers.TransformerLm.HParams(
-    vocab_size=vocab,
-    model_dims=width,
+    vocab_size=V,
+    model_dims=D,
     softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
       scale_sqrt_depth=True, soft_cap_logits=3.0
     ),
@@ -68,36 +68,60 @@ def _lm(stack, vocab=V, width=D, **fields):
   return lm.set(**fields)
 
 
-def _gpt3_lm(stack, vocab=V, width=D, length=L, epsilon=1e-5):
-  """A language model with GPT-3's options."""
-  norm = normalizations.LayerNorm.HParams(epsilon=epsilon)
-  block = getattr(stack, 'pipeline_stage', stack).block
-  layer = block.transformer_layer_params_tpl.set(ln_tpl=norm.clone())
+def _packed_lm(stack):
+  lm = _lm(stack, packed_input=True)
+  lm.softmax_tpl.chunks = 2
+  return lm
+
+
+def _with_norm(lm, norm):
+  """Returns a model of a repeated layer, and this layer, with other norms."""
+  layer = lm.stacked_transformer_tpl.block.transformer_layer_params_tpl
+  layer.ln_tpl, lm.final_ln_tpl = norm.clone(), norm.clone()
   layer.tr_fflayer_tpl.ln_tpl = norm.clone()
-  layer.tr_atten_tpl.set(
+  return lm, layer.tr_atten_tpl, layer.tr_fflayer_tpl
+
+
+def _gpt3():
+  lm, attention, ff = _with_norm(
+    _lm(
+      _repeated(2),
+      softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
+        has_bias=False
+      ),
+      position_emb_tpl=TRAINED.clone(),
+    ),
+    normalizations.LayerNorm.HParams(epsilon=1e-2),
+  )
+  attention.set(
     use_bias=True, atten_logit_cap=0.0, internal_enable_per_dim_scale=False
   )
-  return _lm(
-    stack,
-    vocab,
-    width,
-    softmax_tpl=embedding_softmax.SharedEmbeddingSoftmax.HParams(
-      has_bias=False
+  ff.activation_tpl = activations.ReLU.HParams()
+  return lm
+
+
+def _llama():
+  lm, attention, ff = _with_norm(
+    _lm(
+      _repeated(2, heads=4, num_kv_heads=2, use_rotary_position_emb=True),
+      softmax_tpl=embedding_softmax.FullSoftmax.HParams(has_bias=False),
+      separate_embedding_tpl=embedding_softmax.Embedding.HParams(),
+      position_emb_tpl=None,
     ),
-    position_emb_tpl=TRAINED.clone().set(max_seq_length=length),
-    final_ln_tpl=norm.clone(),
+    normalizations.RmsNorm.HParams(epsilon=1e-2),
   )
+  attention.set(atten_logit_cap=0.0)
+  ff.set(use_gated_activation=True, has_bias=False)
+  ff.activation_tpl = activations.SiLU.HParams()
+  return lm
 
 
 def _random_like(layer):
   """Returns random variables."""
-  return _random(jax.eval_shape(layer.init, jax.random.key(0)))
-
-
-def _random(shapes):
   rng = np.random.default_rng(0)
   return jax.tree.map(
-    lambda x: np.asarray(rng.normal(size=x.shape) / 4, np.float32), shapes
+    lambda x: np.float32(rng.normal(size=x.shape) / 4),
+    jax.eval_shape(layer.init, jax.random.key(0)),
   )
 
 
@@ -106,24 +130,11 @@ def _ids(batch=B, length=L, seed=1):
   return jnp.asarray(rng.integers(0, V, [batch, length]), jnp.int32)
 
 
-def _assert_trees_close(actual, expected, **tolerance):
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected
-  )
-
-
 WEIGHTS = jnp.ones([B, L]).at[0, :3].set(0)
 DOCUMENTS = {
   'segment_ids': jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2]] * B),
   'segment_pos': jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4]] * B),
 }
-
-
-def _packed_lm(stack):
-  lm = _lm(stack, packed_input=True)
-  lm.softmax_tpl.chunks = 2
-  return lm
 
 
 def _loss(lm, **kwargs):
@@ -143,13 +154,15 @@ def _loss(lm, **kwargs):
 # ---- Comparison with a separate program.
 
 
-# The program uses NumPy, float64, and one position at a time.
+# The program uses NumPy, float64, and one head and query at a time. The weights
+# that a layer has tell which kind it is.
 
 
 def _numpy_norm(x, w, epsilon):
+  if 'bias' not in w:
+    return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon) * w['scale']
   size = np.sqrt(x.var(-1, keepdims=True) + epsilon)
-  normed = (x - x.mean(-1, keepdims=True)) / size
-  return normed * (1 + w['scale']) + w['bias']
+  return (x - x.mean(-1, keepdims=True)) / size * (1 + w['scale']) + w['bias']
 
 
 def _numpy_cap(x, limit):
@@ -161,22 +174,49 @@ def _numpy_sinusoid(position):
   return np.array([*np.sin(angles), *np.cos(angles)])
 
 
-def _numpy_attention(w, x, cap):
+def _numpy_turn(vector, position):
+  """Rotates pairs as complex numbers."""
+  half = len(vector) // 2
+  pairs = vector[:half] + 1j * vector[half:]
+  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
+  return np.concatenate([pairs.real, pairs.imag])
+
+
+def _numpy_attention(w, x, cap, is_rotary):
+  def part(i, name):
+    of, index = w.get(name), ...
+    if of is None:
+      of, index = w['combined_qkv'], i
+    matrix = of['w'] if index is ... else of['w'][:, index]
+    bias = of['b'][index] if 'b' in of else 0
+    return np.einsum('ld,dhk->lhk', x, matrix) + bias
+
+  q, k, v = map(part, range(3), ('query', 'key', 'value'))
+  heads, width = q.shape[1:]
   out = np.zeros_like(x) + w['post'].get('b', 0)
-  scale_K = np.ones(D // H)
+  scale_K = np.ones(width)
   if 'per_dim_scale' in w:
     scale_K = np.log2(1 + np.exp(w['per_dim_scale']['per_dim_scale']))
-  for head in range(H):
-    q, k, v = (x @ w['combined_qkv']['w'][:, i, head] for i in range(3))
-    if 'b' in w['combined_qkv']:
-      q, k, v = (
-        y + w['combined_qkv']['b'][i, head] for i, y in enumerate((q, k, v))
-      )
+  for head in range(heads):
+    group = head * k.shape[1] // heads
     for i in range(len(x)):
-      scores = k[: i + 1] @ (q[i] * scale_K) / math.sqrt(D // H)
-      p = np.exp(_numpy_cap(scores, cap))
-      out[i] += p / p.sum() @ v[: i + 1] @ w['post']['w'][head]
+      query, keys = q[i, head], k[: i + 1, group]
+      if is_rotary:
+        query = _numpy_turn(query, i)
+        keys = np.array([_numpy_turn(key, j) for j, key in enumerate(keys)])
+      p = np.exp(_numpy_cap(keys @ (query * scale_K) / math.sqrt(width), cap))
+      out[i] += p / p.sum() @ v[: i + 1, group] @ w['post']['w'][head]
   return out
+
+
+def _numpy_feed_forward(w, x, activation):
+  hidden = np.einsum('ld,d...->l...', x, w['ffn_layer1']['w'])
+  hidden += w['ffn_layer1'].get('b', 0)
+  if hidden.ndim == 3:
+    hidden = activation(hidden[:, 0]) * hidden[:, 1]
+  else:
+    hidden = activation(hidden)
+  return hidden @ w['ffn_layer2']['w'] + w['ffn_layer2'].get('b', 0)
 
 
 def _numpy_gelu(x):
@@ -184,51 +224,49 @@ def _numpy_gelu(x):
   return 0.5 * x * (1 + np.tanh(inner))
 
 
-def _numpy_logits(variables, tokens_L, *, activation, epsilon, caps):
+def _below(w, path):
+  """Returns the weights whose names begin with a path, without it."""
+  return {name.removeprefix(path): of for name, of in w.items() if path in name}
+
+
+def _numpy_logits(variables, tokens_L, activation, epsilon, caps, is_rotary):
   """Returns the logits [L, V] of a language model of two layers."""
-  w: dict = {}
-  for path, of in variables[base_layer.PARAMS].items():
-    w[path.removeprefix('transformer_lm/')] = jax.tree.map(np.float64, of)
-  table_VD = w['softmax']['emb_var']
-  x = table_VD[tokens_L]
+  params = jax.tree.map(np.float64, variables[base_layer.PARAMS])
+  w = _below(params, 'transformer_lm/')
+  x = w.get('embedding', w['softmax'])['emb_var'][tokens_L]
   if 'position_emb' in w:
     x = x + w['position_emb']['emb_var'][: len(x)]
-  else:
+  elif not is_rotary:
     x = x * math.sqrt(D) + [_numpy_sinusoid(i) for i in range(len(x))]
-  for layer in range(2):
-    prefix = 'transformer/repeat/sub/x_layers_0/'
-    own = {
-      path.removeprefix(prefix): {name: y[layer] for name, y in of.items()}
-      for path, of in w.items()
-      if path.startswith(prefix)
-    }
-    attention = {
-      path.removeprefix('self_attention/'): of
-      for path, of in own.items()
-      if path.startswith('self_attention/')
-    }
+  stack = _below(w, 'transformer/repeat/sub/x_layers_0/')
+  for i in range(2):
+    own = jax.tree.map(lambda y, i=i: y[i], stack)
     normed = _numpy_norm(x, own['layer_norm'], epsilon)
-    x = x + _numpy_attention(attention, normed, caps[0])
-    first, second = own['ff_layer/ffn_layer1'], own['ff_layer/ffn_layer2']
-    hidden = _numpy_norm(x, own['ff_layer/layer_norm'], epsilon) @ first['w']
-    x = x + activation(hidden + first['b']) @ second['w'] + second['b']
-  logits = _numpy_norm(x, w['final_ln'], epsilon) @ table_VD.T
-  return _numpy_cap(logits + w['softmax'].get('bias', 0), caps[1])
+    attention = _below(own, 'self_attention/')
+    x = x + _numpy_attention(attention, normed, caps[0], is_rotary)
+    normed = _numpy_norm(x, own['ff_layer/layer_norm'], epsilon)
+    x = x + _numpy_feed_forward(_below(own, 'ff_layer/'), normed, activation)
+  head = w['softmax']
+  table_DV = head['w'] if 'w' in head else head['emb_var'].T
+  logits = _numpy_norm(x, w['final_ln'], epsilon) @ table_DV
+  return _numpy_cap(logits + head.get('bias', 0), caps[1])
 
 
-@pytest.mark.parametrize('name', ['C4', 'GPT-3'])
-def test_the_loss_is_that_of_another_program(name):
+@pytest.mark.parametrize(
+  ('lm', 'documents', 'options'),
+  [
+    (
+      _packed_lm(_repeated(2)),
+      DOCUMENTS,
+      (_numpy_gelu, 1e-6, (0.5, 3.0), False),
+    ),
+    (_gpt3(), {}, (lambda x: np.maximum(x, 0), 1e-2, (0.0, 0.0), False)),
+    (_llama(), {}, (lambda x: x / (1 + np.exp(-x)), 1e-2, (0.0, 0.0), True)),
+  ],
+  ids=['C4', 'GPT-3', 'Llama'],
+)
+def test_the_loss_is_that_of_another_program(lm, documents, options):
   ids = _ids()
-  if name == 'C4':
-    lm, documents = _packed_lm(_repeated(2)), DOCUMENTS
-    options = {'activation': _numpy_gelu, 'epsilon': 1e-6, 'caps': (0.5, 3.0)}
-  else:
-    lm, documents = _gpt3_lm(_repeated(2), epsilon=1e-2), {}
-    block = lm.stacked_transformer_tpl.block
-    ff = block.transformer_layer_params_tpl.tr_fflayer_tpl
-    ff.activation_tpl = activations.ReLU.HParams()
-    relu = lambda x: np.maximum(x, 0)
-    options = {'activation': relu, 'epsilon': 1e-2, 'caps': (0.0, 0.0)}
   variables = _random_like(lm.Instantiate())
   actual = jax.jit(_loss(lm, **documents))(variables, ids, None)
   nats = []
@@ -238,7 +276,7 @@ def test_the_loss_is_that_of_another_program(name):
     # Documents that share a row do not see each other.
     parts = (slice(0, 3), slice(3, L)) if documents else (slice(0, L),)
     logits = np.concatenate(
-      [_numpy_logits(variables, row[part], **options) for part in parts]
+      [_numpy_logits(variables, row[part], *options) for part in parts]
     )
     target = logits[np.arange(L), labels]
     nats.append(np.log(np.exp(logits).sum(-1)) - target)
@@ -249,56 +287,10 @@ def test_the_loss_is_that_of_another_program(name):
 # ---- Ways to run the same layers.
 
 
-def _stacked(variables, times):
-  """Stacks the weights of unrolled layers for a repeated one."""
-  unrolled = variables[base_layer.PARAMS]
-  stack = 'transformer_lm/transformer'
-  params = {
-    path: of
-    for path, of in unrolled.items()
-    if not path.startswith(f'{stack}/')
-  }
-  for path in unrolled:
-    if path.startswith(f'{stack}/x_layers_0/'):
-      inner = path.removeprefix(f'{stack}/x_layers_0/')
-      params[f'{stack}/repeat/sub/x_layers_0/{inner}'] = jax.tree.map(
-        lambda *x: np.stack(x),
-        *(unrolled[f'{stack}/x_layers_{i}/{inner}'] for i in range(times)),
-      )
-  return {base_layer.PARAMS: params, base_layer.NON_TRAINABLE: {}}
-
-
 def _pipelined(stage, **sizes):
   return transformers.PipelinedTransformer.HParams(
     pipeline_stage=stage, num_pipeline_stages=2, **sizes
   )
-
-
-def _loss_and_grads(stack, variables):
-  program = jax.jit(jax.value_and_grad(_loss(_packed_lm(stack), **DOCUMENTS)))
-  return program(variables, _ids(), None)
-
-
-def test_unrolled_and_repeated_layers_compute_the_same():
-  unrolled = _block(2).set(checkpoint_policy='full')
-  variables = _random_like(_packed_lm(unrolled).Instantiate())
-  actual, grads = _loss_and_grads(unrolled, variables)
-  expected = _loss_and_grads(_repeated(2, 'dots'), _stacked(variables, 2))
-  actual = actual, _stacked(grads, 2)
-  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('sizes', [{}, {'circular_repeat': 2}])
-@pytest.mark.parametrize('is_loop', [True, False])
-def test_pipelined_layers_have_the_gradients_of_repeated_ones(sizes, is_loop):
-  times = 4 // (2 * sizes.get('circular_repeat', 1))
-  stage = _repeated(times, 'dots') if is_loop else _block(times)
-  stack = _pipelined(stage, num_pipeline_microbatches=2, **sizes)
-  variables = _random_like(_packed_lm(stack).Instantiate())
-  actual = _loss_and_grads(stack, variables)
-  expected = _loss_and_grads(_repeated(4), variables)
-  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_pipeline_drops_what_a_loop_does():
@@ -343,162 +335,16 @@ def test_axes_give_shardings_that_compute_the_same():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-# ---- Decoding.
-
-ROTARY = {'use_rotary_position_emb': True, 'num_kv_heads': 2}
-PROMPTS = (3, 1, 5, 2)  # Length of each row's prompt.
-
-
-def _stepwise(layer, variables, cache, ids):
-  """Returns the logits of the prompts, and of each later token."""
-  step = functools.partial(layer.apply, variables, method='extend_step')
-  lengths_B, longest = jnp.asarray(PROMPTS), max(PROMPTS)
-  # The padding of the prompts has wrong tokens.
-  is_prompt = jnp.arange(longest)[None] < lengths_B[:, None]
-  prompts = jnp.where(is_prompt, ids[:, :longest], V - 1)
-  prefill, cache = step(prompts, cache, 0)
-
-  def one(cache, i):
-    start_B = lengths_B + i
-    # Rows that are done repeat their last token, even beyond the cache.
-    token_B1 = jnp.take_along_axis(
-      ids, jnp.minimum(start_B, L - 1)[:, None], axis=1
-    )
-    logits_B1V, cache = step(token_B1, cache, start_B)
-    return cache, logits_B1V[:, 0]
-
-  _, steps = jax.lax.scan(one, cache, jnp.arange(L - 1))
-  return prefill, jnp.swapaxes(steps, 0, 1)
-
-
-def _assert_decoded(whole, decoded):
-  prefill, steps = decoded
-  for row, length in enumerate(PROMPTS):
-    np.testing.assert_allclose(
-      prefill[row, :length], whole[row, :length], atol=2e-5
-    )
-    np.testing.assert_allclose(
-      steps[row, : L - length], whole[row, length:], atol=2e-5
-    )
-
-
-@pytest.mark.parametrize(
-  ('positions', 'stack'),
-  [
-    ('sinusoidal', 'repeated'),
-    ('trained', 'unrolled'),
-    ('rotary', 'pipelined'),
-  ],
-)
-def test_cached_decoding_is_the_uncached_token_by_token(positions, stack):
-  if stack == 'repeated':
-    nested = transformers.StackedTransformerRepeated.HParams(
-      block=_repeated(2), x_times=2
-    )
-    lm = _lm(nested)
-  elif stack == 'unrolled':
-    lm = _lm(_block(2), position_emb_tpl=TRAINED)
-  else:
-    rotary = _repeated(1, heads=4, **ROTARY)
-    stack = _pipelined(rotary, num_pipeline_microbatches=2)
-    lm = _lm(stack, position_emb_tpl=None)
-  layer = lm.Instantiate()
-  variables = _random_like(layer)
-
-  @jax.jit
-  def run(variables, ids):
-    cache = layer.apply(variables, B, L, method='empty_cache')
-    assert {
-      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
-    } == {B}
-    return layer.apply(variables, ids), _stepwise(layer, variables, cache, ids)
-
-  whole, decoded = run(variables, _ids())
-  _assert_decoded(whole, decoded)
-
-
-def _encoder_decoder(**fields):
-  made = transformers.TransformerEncoderDecoder.HParams(
-    vocab_size=V,
-    model_dims=D,
-    encoder_stacked_transformer_tpl=_block(1),
-    decoder_stacked_transformer_tpl=_repeated(2),
-  )
-  return made.set(**fields).Instantiate()
-
-
-def test_an_encoder_decoder_sees_its_source_and_the_past_only():
-  layer = _encoder_decoder()
-  variables = _random_like(layer)
-  source, lengths = _ids(length=6, seed=2), np.array([6, 4, 1, 3])
-  paddings = jnp.asarray(np.arange(6)[None] >= lengths[:, None], jnp.float32)
-
-  @jax.jit
-  def run(variables, source, paddings, ids):
-    whole = layer.apply(variables, source, paddings, ids)
-    encoded = layer.apply(variables, source, paddings, method='encode')
-    cache = layer.apply(variables, encoded, paddings, L, method='empty_cache')
-    assert {
-      x.shape[transformers.CACHE_AXIS] for x in jax.tree.leaves(cache)
-    } == {B}
-    return whole, _stepwise(layer, variables, cache, ids)
-
-  ids = _ids()
-  whole, decoded = run(variables, source, paddings, ids)
-  _assert_decoded(whole, decoded)
-  # The tokens in padding have no effect. The source has an effect everywhere,
-  # and later target tokens have none.
-  garbage = jnp.where(paddings == 1, V - 1, source)
-  np.testing.assert_allclose(
-    run(variables, garbage, paddings, ids)[0], whole, atol=1e-5
-  )
-  other = run(variables, (source + 1) % V, paddings, ids)[0]
-  assert (np.abs(other - whole).max(axis=-1) > 1e-3).all()
-  late = ids.at[:, 5].set((ids[:, 5] + 1) % V)
-  other = run(variables, source, paddings, late)[0]
-  np.testing.assert_allclose(other[:, :5], whole[:, :5], atol=1e-5)
-  assert (np.abs(other - whole)[:, 5].max(axis=-1) > 1e-3).all()
-
-
-def test_an_encoder_may_have_an_embedding_of_its_own():
-  shared = _encoder_decoder().num_params()
-  embedding = embedding_softmax.Embedding.HParams(num_classes=7)
-  own = _encoder_decoder(encoder_embedding_tpl=embedding)
-  assert own.num_params() == shared + 7 * D
-
-
 # ---- Parts.
-
-
-def test_a_gated_feed_forward_part_is_its_formula():
-  layer = transformers.TransformerFeedForward.HParams(
-    input_dims=3,
-    hidden_dims=5,
-    use_gated_activation=True,
-    activation_tpl=activations.SiLU.HParams(),
-    ln_tpl=normalizations.IdentityNorm.HParams(),
-  ).Instantiate()
-  variables = _random_like(layer)
-  x = np.random.default_rng(1).normal(size=(1, 2, 3)).astype(np.float32)
-  actual = jax.jit(layer.apply)(variables, x)
-  params = jax.tree.map(np.float64, variables[base_layer.PARAMS])
-  first, second = (
-    params[f'transformer_feed_forward/ffn_layer{i}'] for i in (1, 2)
-  )
-  a, gate = (x[0] @ first['w'][:, i] + first['b'][i] for i in (0, 1))
-  hidden = a / (1 + np.exp(-a)) * gate
-  out = hidden @ second['w'] + second['b']
-  np.testing.assert_allclose(actual[0], x[0] + out, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
   ('fields', 'times'),
   [
-    ({}, 0),
     ({'residual_dropout_prob': 0.1}, 2),
     ({'relu_dropout_prob': 0.1}, 1),
     ({'atten_dropout_prob': 0.1}, 1),
-    ({'dropout_prob': 0.1}, 4),
+    ({'atten_dropout_prob': 0.1, 'is_causal': False}, 1),
   ],
 )
 def test_how_often_a_layer_drops(fields, times, monkeypatch):
@@ -508,14 +354,16 @@ def test_how_often_a_layer_drops(fields, times, monkeypatch):
     'drop',
     lambda x, *args: shapes.append(x.shape) or drop(x, *args),
   )
-  layer = _block().set(**fields).Instantiate()
-  x = jnp.zeros([B, L, D])
-  run = functools.partial(layer.apply, _random_like(layer), x)
+  stack = _block()
+  stack.transformer_layer_params_tpl.set(**fields)
+  stack.mask_self_attention = fields.get('is_causal', True)
+  layer = stack.Instantiate()
+  run = functools.partial(
+    layer.apply, _random_like(layer), jnp.zeros([B, L, D])
+  )
   jax.eval_shape(lambda key: run(rng=key), jax.random.key(0))
   assert len(shapes) == times
-  assert ((B, H, L, L) in shapes) == (
-    'atten_dropout_prob' in fields or 'dropout_prob' in fields
-  )
+  assert ((B, H, L, L) in shapes) == ('atten_dropout_prob' in fields)
   jax.eval_shape(lambda: run(do_eval=True))
   assert len(shapes) == times
 
@@ -529,73 +377,32 @@ def test_cross_attention_needs_a_source_and_only_it():
       jax.eval_shape(layer.apply, _random_like(layer), x, context)
 
 
-def test_layers_of_one_fiddle_config_have_weights_of_their_own():
-  config = transformers.TransformerLm.HParams.config(vocab_size=V, model_dims=D)
-  stack = config.stacked_transformer_tpl
-  stack.num_layers, stack.model_dims, stack.hidden_dims = 3, D, F
-  stack.num_heads = H
-  layer = fdl.build(config)
-  per_layer = sum(
-    weight.size
-    for path, of in layer.abstract_init()[base_layer.PARAMS].items()
-    for weight in of.values()
-    if '/x_layers_0/' in path
-  )
-  stack.num_layers = 4
-  assert fdl.build(config).num_params() == layer.num_params() + per_layer
-  # Layers with the same id are one layer.
-  stack.transformer_layer_params_tpl.shared_weight_layer_id = 'all'
-  assert fdl.build(config).num_params() == layer.num_params() - 2 * per_layer
-
-
 def test_what_makes_no_model_is_refused():
-  with pytest.raises(ValueError, match='num_layers is 0'):
-    _lm(_block(0)).Instantiate().abstract_init()
   full = embedding_softmax.FullSoftmax.HParams()
   layer = _lm(_block(), softmax_tpl=full).Instantiate()
   with pytest.raises(AttributeError, match=r"FullSoftmax.*no.* 'emb_lookup'"):
     layer.apply(_random_like(layer), _ids())
-  separate = embedding_softmax.Embedding.HParams()
-  lm = _lm(_block(), softmax_tpl=full, separate_embedding_tpl=separate)
-  assert lm.Instantiate().num_params() == (
-    _lm(_block()).Instantiate().num_params() + V * D
-  )
-  stack = transformers.PipelinedTransformer.HParams(
-    pipeline_stage=transformers.Transformer.HParams()
-  )
-  with pytest.raises(AttributeError, match="no field 'num_layers'"):
+  stage = _repeated(1)
+  attention = stage.block.transformer_layer_params_tpl.tr_atten_tpl
+  attention.proj_tpl.use_fp8 = True
+  stack = _pipelined(stage, num_pipeline_microbatches=2)
+  with pytest.raises(ValueError, match='use_fp8=False'):
     _lm(stack).Instantiate().abstract_init()
 
 
 @pytest.mark.parametrize(
   ('fields', 'method', 'args', 'match'),
   [
-    ({'packed_input': True}, 'hidden', (_ids(),), 'there is no segment_ids'),
-    ({}, 'hidden', (_ids(), _ids()), 'a value of segment_ids'),
+    ({'packed_input': True}, 'hidden', [_ids()], 'there is no segment_ids'),
+    ({}, 'hidden', [_ids(), _ids()], 'a value of segment_ids'),
     (
       {'stacked_transformer_tpl': _repeated(2, 'nothin')},
       'hidden',
-      (_ids(),),
+      [_ids()],
       r"remat must be one of .*; got 'nothin'",
     ),
-    (
-      {'stacked_transformer_tpl': _block().set(checkpoint_policy='nothin')},
-      'hidden',
-      (_ids(),),
-      r"remat must be one of .*; got 'nothin'",
-    ),
-    (
-      {'position_emb_tpl': TRAINED},
-      'hidden',
-      (_ids(length=L + 1),),
-      r'Got sequences of 9 tokens; .* 8\.',
-    ),
-    (
-      {'position_emb_tpl': TRAINED},
-      'empty_cache',
-      (1, L + 1),
-      r'Got 9 positions; .* 8\.',
-    ),
+    ({'position_emb_tpl': TRAINED}, 'hidden', [_ids(length=L + 1)], '9 tokens'),
+    ({'position_emb_tpl': TRAINED}, 'empty_cache', [1, L + 1], '9 tokens'),
   ],
 )
 def test_what_a_model_does_not_take_is_refused(fields, method, args, match):
@@ -617,88 +424,4 @@ def test_defaults_are_those_of_praxis():
   network = resnets.ResNet.HParams()
   assert network.conv_params.batch_norm_tpl.decay == 0.9
   assert not network.block_params.zero_init_residual
-
-
-def test_a_pipeline_has_no_products_in_fp8():
-  stage = _repeated(1)
-  layer = stage.block.transformer_layer_params_tpl
-  layer.tr_fflayer_tpl.proj_tpl.use_fp8 = True
-  stack = _pipelined(stage, num_pipeline_microbatches=2)
-  with pytest.raises(ValueError, match='use_fp8=False'):
-    _lm(stack).Instantiate().abstract_init()
-
-
-def _value(seed, *shape):
-  flat = np.sin(seed + 0.7 * np.arange(math.prod(shape))) / 2
-  return jnp.float32(flat.reshape(shape))
-
-
-def _attention_values(seed, name):
-  w = {
-    f'{name}/{part}': {
-      'w': _value(seed + 2 * i, 4, 2, 2),
-      'b': _value(seed + 2 * i + 1, 2, 2),
-    }
-    for i, part in enumerate(('query', 'key', 'value'))
-  }
-  return w | {
-    f'{name}/post': {'w': _value(seed + 6, 2, 2, 4), 'b': _value(seed + 7, 4)},
-    f'{name}/per_dim_scale': {'per_dim_scale': _value(seed + 8, 2)},
-  }
-
-
-@pytest.mark.parametrize(
-  ('has_cross', 'last', 'total'),
-  [
-    (False, [0.5866213, 0.0747935, -0.4722109, -0.7971272], 8.307172),
-    (True, [0.2158439, -0.5555394, -1.0656438, -1.0745593], 11.489978),
-  ],
-)
-def test_a_layer_is_that_of_praxis(has_cross, last, total):
-  """layers.Transformer of praxis 1.4.0, jax 0.4.26, Python 3.10.
-
-  input_dims=4, hidden_dims=8, num_heads=2, dim_per_head=2, a causal mask, no
-  paddings, float32, in evaluation, with the weights and inputs below.
-  """
-  layer = transformers.Transformer.HParams(
-    name='t',
-    input_dims=4,
-    hidden_dims=8,
-    num_heads=2,
-    dim_per_head=2,
-    use_cross_attention=has_cross,
-  ).Instantiate()
-
-  def norms(seed, name):
-    return {name: {'scale': _value(seed, 4), 'bias': _value(seed + 1, 4)}}
-
-  params = {
-    **_attention_values(10, 'self_attention'),
-    **norms(30, 'layer_norm'),
-    **norms(40, 'ff_layer/layer_norm'),
-    'ff_layer/ffn_layer1': {'w': _value(50, 4, 8), 'b': _value(51, 8)},
-    'ff_layer/ffn_layer2': {'w': _value(52, 8, 4), 'b': _value(53, 4)},
-  }
-  if has_cross:
-    params |= _attention_values(60, 'cross_attention')
-    params |= norms(80, 'cross_layer_norm')
-  params = {f't/{name}': of for name, of in params.items()}
-  assert jax.tree.structure(params) == jax.tree.structure(
-    layer.abstract_init()['params']
-  )
-  variables = {'params': params, 'non_trainable': {}}
-  x = _value(1, 1, 3, 4)
-  source = _value(2, 1, 2, 4) if has_cross else None
-  context = transformers.Context(source=source)
-  run = functools.partial(layer.apply, do_eval=True)
-  out = jax.jit(run)(variables, x, context)
-  # Processors differ in how they round float32.
-  np.testing.assert_allclose(out[0, -1], last, rtol=1e-5, atol=5e-6)
-  np.testing.assert_allclose(np.abs(out).sum(), total, rtol=1e-5)
-  # Decoding token by token gives the same.
-  cache = run(variables, 1, 3, source, method='empty_cache')
-  for i in range(3):
-    step, cache = run(
-      variables, x[:, i : i + 1], cache, i, method='extend_step'
-    )
-    np.testing.assert_allclose(step, out[:, i : i + 1], rtol=1e-5, atol=1e-6)
+  assert TRAINED.cls.HParams().max_seq_length == 10_240

@@ -70,8 +70,6 @@ def test_options_are_those_of_pax():
   network, optimizer = task.model.network_tpl, task.train.learner.optimizer
   assert network.block_params.zero_init_residual
   assert network.conv_params.batch_norm_tpl.decay == 0.9
-  assert network.conv_params.batch_norm_tpl.epsilon == 0.001
-  assert not network.conv_params.conv_tpl.tf_equivalent_padding
   assert network.conv_params.params_init == WeightInit.GaussianSqrtFanOut(
     1.4141
   )
