@@ -1,8 +1,8 @@
 """Optax optimizers with the hyperparameters of Praxis.
 
 This module adds the features in which Pax differs from Optax: it caps an
-update's root mean square, the weight decay follows the learning rate, and each
-layer of a stacked weight is treated as a separate tensor.
+update's root mean square, and treats each layer of a stacked weight as a
+separate tensor.
 
 Weights are a tree of dicts. A weight's name is its path, such as
 'lm/transformer/ff/w'. Regular expressions match from the start of a name
@@ -18,7 +18,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 import functools
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,8 @@ __getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 Regexes = str | Sequence[str]
 # Maps a weight's name to its number of leading axes of repeated layers.
 NumStacked = Callable[[str], int]
-# Tells from its name if a weight has neither L2 nor `decoupled_weight_decay`.
+# Tells from its name if a weight has no L2.
 SkipsLp = Callable[[str], bool]
-# Fields of an optimizer that the learner applies.
-CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
 _NOT_NEGATIVE = keys.optional(keys.number(min=0))
 # Steps of an `optax.chain`.
 Transformations = list[optax.GradientTransformation]
@@ -141,29 +139,16 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       added to the clipped gradient.
     skip_lp_1d_vectors: Whether L2 skips weights with at most one axis, such as
       biases.
-    decoupled_weight_decay: Weight decay coefficient. Each step subtracts the
-      learning rate times this times the weight (Loshchilov and Hutter, 2019).
-    weight_decay_exclusion: Regular expressions for the names of weights without
-      L2 and decay.
     clip_gradient_norm_to_value: Maximum norm of all gradients together. The
       learner clips.
-    clip_gradient_single_norm_to_value: Maximum norm of each gradient. A stack
-      of layers counts as one gradient.
     ema_decay: Decay of the moving average of weights; see `ema_update`.
-    excluded: `weight_decay_exclusion`, compiled. Each expression must match a
-      weight.
   """
 
-  # Fields with a weight decay that follows the learning rate.
-  _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
-  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _PARTS = {'lr_schedule': schedules.BaseSchedule}
   _CHECKS = {
     'learning_rate': keys.number(min=0),
     'l2_regularizer_weight': _NOT_NEGATIVE,
-    'decoupled_weight_decay': _NOT_NEGATIVE,
     'clip_gradient_norm_to_value': _NOT_NEGATIVE,
-    'clip_gradient_single_norm_to_value': _NOT_NEGATIVE,
     'ema_decay': keys.number(min=0, below=1),
   }
 
@@ -171,18 +156,8 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
   l2_regularizer_weight: float | None = None
   skip_lp_1d_vectors: bool = False
-  decoupled_weight_decay: float | None = None
-  weight_decay_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
-  clip_gradient_single_norm_to_value: float = 0.0
   ema_decay: float = 0.0
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self.excluded = Pattern(
-      f'{type(self).__name__}.weight_decay_exclusion',
-      hparams.weight_decay_exclusion,
-    )
 
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate at a step, a float32 scalar."""
@@ -200,40 +175,34 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
         Each layer is a separate tensor, as in Praxis, which maps the optimizer
         over these axes: the root mean square of its update is capped
         separately, and a stack of vectors counts as vectors.
-      skips_lp: Tells from its name if a weight has neither L2 nor
-        `decoupled_weight_decay`. `Adam.weight_decay` still applies. In Praxis,
-        these are the weights of the collection SKIP_LP_REGULARIZATION.
+      skips_lp: Tells from its name if a weight has no L2. In Praxis, these are
+        the weights of the collection SKIP_LP_REGULARIZATION.
     """
-    p = self.hparams
-    weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
+    p, weight_decay = self.hparams, self._weight_decay()
 
-    def mask(tree: Any, is_lp: bool, skip_vectors: bool = False) -> Any:
-      return map_with_names(
-        lambda name, x: (
-          not (
-            self.excluded.fits(name)
-            or (is_lp and skips_lp(name))
-            or (skip_vectors and x.ndim - num_stacked(name) <= 1)
-          )
-        ),
-        tree,
-      )
+    def has_l2(name: str, x: Any) -> bool:
+      is_vector = x.ndim - num_stacked(name) <= 1
+      return not (skips_lp(name) or (p.skip_lp_1d_vectors and is_vector))
 
-    regularizer = optax.add_decayed_weights(
-      p.l2_regularizer_weight or 0.0,
-      functools.partial(mask, is_lp=True, skip_vectors=p.skip_lp_1d_vectors),
-    )
-    decay = optax.add_decayed_weights(
-      lambda step: weight_decay * self.get_learning_rate(step),
-      functools.partial(mask, is_lp=bool(p.decoupled_weight_decay)),
-    )
     rate = optax.scale_by_learning_rate(self.get_learning_rate, flip_sign=False)
     steps = [*self._directions(num_stacked), rate, optax.scale(-1.0)]
     if p.l2_regularizer_weight:
-      steps.insert(0, regularizer)
+      l2 = optax.add_decayed_weights(
+        p.l2_regularizer_weight, functools.partial(map_with_names, has_l2)
+      )
+      steps.insert(0, l2)
     if weight_decay:
+      decay = optax.add_decayed_weights(
+        lambda step: weight_decay * self.get_learning_rate(step),
+        # Without a mask, the state would have other names in checkpoints.
+        functools.partial(map_with_names, lambda *unused: True),
+      )
       steps.insert(-1, decay)
     return optax.chain(*steps)
+
+  def _weight_decay(self) -> float:
+    """Returns the weight decay, a multiple of the learning rate."""
+    return 0.0
 
   @abc.abstractmethod
   def _directions(self, num_stacked: NumStacked) -> Transformations:
@@ -280,12 +249,11 @@ class Adam(BaseOptimizer):
     epsilon_root: Small constant, added under the root.
     clip_threshold: Maximum root mean square of an update, before weight decay
       and learning rate. If 0, there is no limit.
-    weight_decay: Like `decoupled_weight_decay`, but for all weights, including
-      the collection SKIP_LP_REGULARIZATION.
+    weight_decay: Weight decay of all weights. Each step subtracts the learning
+      rate times this times the weight (Loshchilov and Hutter, 2019).
   """
 
-  _DECAYS = ('weight_decay', 'decoupled_weight_decay')
-  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _EXCLUSIVE = (('l2_regularizer_weight', 'weight_decay'),)
   _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   beta1: float = 0.9
@@ -301,6 +269,9 @@ class Adam(BaseOptimizer):
       optax.scale_by_adam(p.beta1, p.beta2, p.epsilon, p.epsilon_root),
       *([_cap_rms(p.clip_threshold, num_stacked)] if p.clip_threshold else []),
     ]
+
+  def _weight_decay(self) -> float:
+    return self.hparams.weight_decay or 0.0
 
 
 class OptaxOptimizer(BaseOptimizer):
@@ -325,18 +296,14 @@ class OptaxOptimizer(BaseOptimizer):
     return [self.hparams.grad_tx, optax.scale(-1.0)]
 
 
-def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
-  """Returns the root mean square of each layer's tensor, with kept axes."""
-  axes = tuple(range(num_stacked, x.ndim))
-  return jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
-
-
 def _cap_rms(
   threshold: float, num_stacked: NumStacked
 ) -> optax.GradientTransformation:
   """Scales each tensor down to a root mean square of at most `threshold`."""
 
   def cap(name: str, x: jax.Array) -> jax.Array:
-    return x / jnp.maximum(_rms(x, num_stacked(name)) / threshold, 1.0)
+    axes = tuple(range(num_stacked(name), x.ndim))
+    rms = jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
+    return x / jnp.maximum(rms / threshold, 1.0)
 
   return optax.stateless(lambda updates, _: map_with_names(cap, updates))
