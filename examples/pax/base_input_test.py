@@ -79,7 +79,6 @@ def test_a_subclass_adds_an_entry_as_an_attribute(cls, fields):
   if cls is tfdata.TfDataInput:
     pytest.importorskip('tensorflow')
 
-  @dataclasses.dataclass(kw_only=True, eq=False)
   class Mine(cls):
     def get_next(self):
       batch = super().get_next()

@@ -11,10 +11,10 @@ repeats the epoch:
     dataset=squares, batch_size=8, is_training=True, shuffle_buffer_size=100
   )
 
-With `TfDataInput`, every host runs the pipeline for all records and keeps its
-rows of each global batch, so you can resume a run on a different number of
-hosts. With `ShardedTfDataInput`, the function returns a separate part for each
-host, so a position is valid only for the same host of the same number of hosts.
+With `TfDataInput`, every host runs the whole pipeline and keeps its rows of
+each global batch, so you can resume a run on a different number of hosts. With
+`ShardedTfDataInput`, the function returns a separate part for each host, so a
+position is valid only for the same host of the same number of hosts.
 
 A position is an epoch and the number of its records read so far. To reach a
 position, the input rebuilds the epoch from its seed and reads up to it.
@@ -116,25 +116,16 @@ class EpochInput(base_input.Configured, base.ResumableInput):
     super().__post_init__()
     import_tensorflow()
 
-  # Methods that a subclass overrides.
-
   @abc.abstractmethod
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns one epoch as a `tf.data.Dataset` of records.
+    """Returns an epoch as a dataset of dicts of tensors of fixed shapes.
 
-    Args:
-      seed: Seed of the epoch.
-      host_index: Host whose part to return, if a dataset is for one host.
-
-    Returns:
-      A dataset of dicts of tensors of fixed shapes.
+    `host_index` is the host whose part to return, if a dataset is for one host.
     """
 
   def epoch_seed(self, epoch: int) -> int:
     """Returns the seed of an epoch."""
     return derive_seed(self.seed(), epoch)
-
-  # The contract of `BaseInput`.
 
   def read_from(
     self, position: dict[str, int]

@@ -18,6 +18,7 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 from examples.pax import tasks
+from examples.pax.inputs import c4
 from examples.pax.inputs import synthetic
 from examples.pax.layers import activations
 from examples.pax.layers import attentions
@@ -115,7 +116,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   DATA: ClassVar[str]
   DATA_DIR: ClassVar[str | None] = None  # Folder of C4's files.
   # Whether C4's documents end with an end token. If not, the rows are Pax's,
-  # and there is no token before a prompt: see `input.c4_input`.
+  # and there is no token before a prompt: see `c4.c4_input`.
   APPEND_EOS: ClassVar[bool] = True
   # SentencePiece model. None means bytes; C4 requires a model.
   VOCABULARY: ClassVar[str | None] = None
@@ -150,7 +151,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       )
     elif self.DATA == 'c4':
       config = fdl.Config(
-        lm_input.c4_input,
+        c4.c4_input,
         data_dir=self.DATA_DIR,
         vocabulary=self.VOCABULARY,
         append_eos=self.APPEND_EOS,
@@ -192,9 +193,9 @@ class LmExperiment(base_experiment.BaseExperiment):
           'To decode, a model of C4 needs the SentencePiece model that it was'
           ' trained with. Set --config.vocabulary=FILE.model.'
         )
-      # Documents begin and end as in `lm_input`.
+      # Documents begin and end as in `c4.c4_input`.
       tokenizer = tokenization.load_tokenizer(f'{self.VOCABULARY}#</s>')
-      start_id = lm_input.BOS_ID if self.APPEND_EOS else None
+      start_id = c4.BOS_ID if self.APPEND_EOS else None
     else:
       tokenizer = tokenization.load_tokenizer(self._tokenizer)
       start_id = tokenizer.document_id

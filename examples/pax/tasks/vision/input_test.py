@@ -27,8 +27,5 @@ def test_digits_are_scikit_learns():
         assert label in digits.target[places]
         assert np.any((places % 5 == 0) == (split == 'validation'))
   assert counts == {'train': 1437, 'validation': 360}
-
-
-def test_an_unknown_split_is_refused():
   with pytest.raises(ValueError, match="'train', 'validation'"):
     vision_input.digits(split='test', batch_size=2)
