@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from examples.pax import base_layer
+from examples.pax import experiment
 from examples.pax import learners
 from examples.pax import models
 from examples.pax import optimizers
@@ -236,6 +237,32 @@ def test_variational_noise():
   assert noisy['a_variance'] == pytest.approx(0.09, rel=3 * math.sqrt(2 / 2e4))
   assert measure(2) == noisy
   assert measure(2, jax.random.PRNGKey(1))['a'] != noisy['a']
+
+
+class Run(experiment.TaskExperiment):
+  """Runs a task in the library's loop."""
+
+  def __init__(self, mode, init_rng, task, *, run_config=None):
+    super().__init__(mode, init_rng, run_config=run_config)
+    self.task = task
+
+  def train_input(self):
+    return iter([examples(0), examples(1)])
+
+  eval_input = train_input
+
+
+def test_a_run_keeps_the_averages():
+  run = Run('train', KEY, averaging_task())
+  weights = [1.0]
+  for step in (0, 1):
+    scalars = run.step(global_step=step, rng=KEY, writer=None)
+    weights.append(jax.device_get(run.state.params['line']['w']))
+    assert scalars['learning_rate'] == pytest.approx(0.1)
+  run.train_feed.close()
+  # At step 0 the decay is 0.1, and the average includes the initial weights.
+  ema = run.state.model_state['ema']['line']['w']
+  np.testing.assert_allclose(ema, 0.15 * weights[0] + 0.85 * weights[1], 1e-5)
 
 
 def test_evaluation_and_decoding_use_the_averages():

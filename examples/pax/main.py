@@ -102,11 +102,7 @@ def _drop_gone_flags(arguments: list[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs a command line.
-
-  Args:
-    argv: Arguments, without the program's name.
-  """
+  """Runs a command line: `argv` has no name of the program."""
   parser = _parser()
   args, others = parser.parse_known_args(argv)
   names = map(experiment_registry.short_name, experiment_registry.get_all())

@@ -3,12 +3,11 @@
     python -m examples.pax.main --exp=ResNet50Pjit --job_log_dir=/tmp/resnet
 
 The known parts of Pax's experiment are the network with its 25,557,032 weights
-and 53,120 BatchNorm statistics, the global batch of 512, the learning rate of
-0.2, Nesterov momentum of 0.9, and L2 of 1e-4 on all weights except vectors. The
-schedule follows Goyal et al. (2017), 'Accurate, large minibatch SGD', with the
-same rate of 0.1 for each 256 images. It has 90 epochs: the rate rises over the
-first five, is divided by ten at the epochs 30, 60 and 80, and is 0 from epoch
-90. An epoch is 2502 whole batches.
+and 53,120 BatchNorm statistics, the batch and the optimizer. The schedule
+follows Goyal et al. (2017), 'Accurate, large minibatch SGD', with the same rate
+of 0.1 for each 256 images: the rate rises over the first five of 90 epochs, is
+divided by ten at the epochs 30, 60 and 80, and is 0 from epoch 90. An epoch is
+2502 whole batches.
 
 The constant `DATA` selects the data:
   'synthetic'  ones, to measure speed.
@@ -46,9 +45,8 @@ _DATA = ('synthetic', 'digits')
 class ResNet50Pjit(base_experiment.BaseExperiment):
   """ResNet-50 with BatchNorm over the global batch.
 
-  Trained on ImageNet, it should classify about 76% of the validation images
-  correctly. Goyal et al. (2017) report 76.3% with crops of several sizes, which
-  this module does not make. Not measured here.
+  Goyal et al. (2017) report 76.3% of ImageNet's validation images correct, with
+  crops of several sizes, which this module does not make. Not measured here.
   """
 
   TRAIN_BATCH_SIZE: ClassVar[int] = 512  # Rows over all devices.
@@ -98,31 +96,29 @@ class ResNet50Pjit(base_experiment.BaseExperiment):
     """Returns an input for training and one for evaluation."""
     return [
       self._dataset(
-        'train',
-        batch_size=inputs.per_host(self.TRAIN_BATCH_SIZE, self.shard),
+        *('train', self.TRAIN_BATCH_SIZE, self.TRAIN_EXAMPLES),
         is_training=True,
         input_random_seed=self.RANDOM_SEED,
       ),
       self._dataset(
-        'validation',
-        batch_size=inputs.per_host(self.EVAL_BATCH_SIZE, self.shard),
+        *('validation', self.EVAL_BATCH_SIZE, self.EVAL_EXAMPLES),
         is_training=False,
         reset_for_eval=True,
         eval_loop_num_batches=None,
       ),
     ]
 
-  def _dataset(self, split: str, **kwargs: Any) -> fdl.Config:
+  def _dataset(
+    self, split: str, rows: int, size: int, **fields: Any
+  ) -> fdl.Config:
     errors.check_names([self.DATA], _DATA, 'value', 'DATA')
-    kwargs.update(name=split, shard=self.shard)
-    if self.DATA == 'digits':
-      return fdl.Config(vision_input.digits, split=split, **kwargs)
-    return fdl.Config(
-      synthetic.SyntheticInput,
-      spec=self.input_specs(),
-      size=self.TRAIN_EXAMPLES if split == 'train' else self.EVAL_EXAMPLES,
-      **kwargs,
+    fields.update(
+      name=split, shard=self.shard, batch_size=inputs.per_host(rows, self.shard)
     )
+    if self.DATA == 'digits':
+      return fdl.Config(vision_input.digits, split=split, **fields)
+    specs = self.input_specs()
+    return fdl.Config(synthetic.SyntheticInput, spec=specs, size=size, **fields)
 
   def input_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """Returns entry -> (shape of a row, dtype) of a batch."""
