@@ -7,6 +7,7 @@ Names, fields and behavior follow Praxis (Google, 2022).
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -50,12 +51,7 @@ class Learner(hparams_lib.Configurable):
   _CHECKS = {'skip_step_gradient_norm_value': keys.optional(keys.number(min=0))}
 
   def __init__(self, hparams: Any, others: Sequence['Learner'] = ()):
-    """Makes the learner.
-
-    Args:
-      hparams: Its hyperparameters.
-      others: Learners that train some of the weights: see `joined`.
-    """
+    """Makes the learner. `others` train some of the weights: see `joined`."""
     super().__init__(hparams)
     self._included, self._excluded = (
       optimizers.Pattern(f'{hparams.name}.{field}', getattr(hparams, field))
@@ -77,7 +73,7 @@ class Learner(hparams_lib.Configurable):
 
   def make(
     self,
-    num_stacked: optimizers.NumStacked = optimizers.not_stacked,
+    num_stacked: optimizers.NumStacked = lambda name: 0,
     skips_lp: optimizers.SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns the transformation from gradients to updates.
@@ -88,15 +84,9 @@ class Learner(hparams_lib.Configurable):
     finite, or not below `skip_step_gradient_norm_value`, the update is 0 and
     the state, including its count of steps, does not change.
 
-    Args:
-      num_stacked: Counts a weight's axes of layers; see
-        `optimizers.BaseOptimizer.make`.
-      skips_lp: Tells which weights have no L2; see the same method.
-
-    Returns:
-      A transformation. Its `init` raises a ValueError if a regular expression
-      matches no weight, or if no weight is trained. Its `update` requires the
-      weights.
+    `init` raises a ValueError if a regular expression matches no weight, or if
+    no weight is trained. `update` requires the weights. For the arguments, see
+    `optimizers.BaseOptimizer.make`.
     """
     make = lambda o: optax.chain(_clipping(o), o.make(num_stacked, skips_lp))
     tx = optax.partition(
@@ -123,8 +113,7 @@ class Learner(hparams_lib.Configurable):
     Args:
       grads: Gradients passed to `update`.
       updates: Updates that it returned.
-      step: Number of earlier updates: `num_updates` of the state before the
-        step. This is less than the number of the step if steps were skipped.
+      step: `num_updates` of the state before the step.
 
     Returns:
       `learning_rate` (with several learners, `NAME/learning_rate` for each);
@@ -202,13 +191,9 @@ class Learner(hparams_lib.Configurable):
     def update(grads: Any, state: Any, params: Any = None) -> Any:
       valid = self._is_valid(grads)
       updates, new_state = inner.update(grads, state, params)
-      updates = jax.tree.map(
-        lambda x: jnp.where(valid, x, jnp.zeros_like(x)), updates
-      )
-      state = jax.tree.map(
-        lambda new, old: jnp.where(valid, new, old), new_state, state
-      )
-      return updates, state
+      choose = functools.partial(jnp.where, valid)
+      zeros = jax.tree.map(jnp.zeros_like, updates)
+      return jax.tree.map(choose, (updates, new_state), (zeros, state))
 
     return optax.GradientTransformation(inner.init, update)
 
@@ -226,26 +211,17 @@ def num_updates(opt_state: Any) -> jax.Array:
 
   Skipped steps do not count. The learning rate follows this number.
   """
-
-  def is_schedule(x: Any) -> bool:
-    return isinstance(x, optax.ScaleByScheduleState)
-
+  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
   states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
   return next(state.count for state in states if is_schedule(state))
 
 
 def joined(several: Sequence[Any]) -> Learner:
-  """Makes one learner of several.
+  """Makes one learner from the hyperparameters of several.
 
-  Args:
-    several: Hyperparameters of learners. Each but the first trains the weights
-      of its `bprop_variable_inclusion`, and the first all others that it
-      trains. Each clips its own gradients. If those of one are not valid, all
-      skip the step. The moving average is the first one's.
-
-  Raises:
-    ValueError: There is no learner, or one differs from the first in a field
-      that concerns all weights.
+  Each but the first trains the weights of its `bprop_variable_inclusion`, and
+  the first all others that it trains. Each clips its own gradients. If those of
+  one are not valid, all skip the step. The moving average is the first one's.
   """
   if not several:
     raise ValueError('A task has no learner; expected at least one.')

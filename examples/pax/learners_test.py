@@ -157,30 +157,6 @@ def _others(*regexes):
   ]
 
 
-@pytest.mark.parametrize(
-  ('several', 'named'),
-  [
-    (
-      [_learner(bprop_variable_exclusion='lm/sofmax')],
-      r"mine.bprop_variable_exclusion .*'lm/sofmax'.*'lm/softmax/w'",
-    ),
-    (
-      [_learner(bprop_variable_inclusion=['lm', '.*lm/layer/.*/w'])],
-      r"'.\*lm/layer/.\*/w'.*'lm/layers/ff/w'",
-    ),
-    ([_learner(bprop_variable_exclusion='l')], 'leaves none to train'),
-    (_others('norm'), "l0.bprop_variable_inclusion.*'norm'"),
-    (_others('lm/norm', '.*/scale'), r"'lm/norm/scale'.*\['l0', 'l1'\]"),
-  ],
-)
-def test_refuses_names_that_fit_no_weight_when_it_sees_the_weights(
-  several, named
-):
-  learner = learners.joined(several)
-  with pytest.raises(ValueError, match=named):
-    learner.make().init(_WEIGHTS)
-
-
 def _other(**fields):
   second = {'name': 'second', 'bprop_variable_inclusion': 'lm/softmax'}
   return [_learner(), _learner().set(**second | fields)]
@@ -209,11 +185,23 @@ def _other(**fields):
         {'name': 'main'},
       )
     ),
+    # What fits no weight is seen with the weights.
+    (
+      [_learner(bprop_variable_exclusion='lm/sofmax')],
+      r"mine.bprop_variable_exclusion .*'lm/sofmax'.*'lm/softmax/w'",
+    ),
+    (
+      [_learner(bprop_variable_inclusion=['lm', '.*lm/layer/.*/w'])],
+      r"'.\*lm/layer/.\*/w'.*'lm/layers/ff/w'",
+    ),
+    ([_learner(bprop_variable_exclusion='l')], 'leaves none to train'),
+    (_others('norm'), "l0.bprop_variable_inclusion.*'norm'"),
+    (_others('lm/norm', '.*/scale'), r"'lm/norm/scale'.*\['l0', 'l1'\]"),
   ],
 )
-def test_refuses_what_contradicts_itself(several, named):
+def test_refuses_what_no_run_can_mean(several, named):
   with pytest.raises((ValueError, TypeError), match=named):
-    learners.joined(several)
+    learners.joined(several).make().init(_WEIGHTS)
 
 
 def test_several_learners_train_their_weights_and_clip_apart():

@@ -160,3 +160,10 @@ def test_language_models_learn_the_bundled_corpus(name, most):
   """
   _, scalars = _train_and_eval(f'{name}:reduced', data='stdlib')
   assert scalars['log_pplx'] < most
+
+
+@pytest.mark.slow
+def test_resnet_learns_digits():
+  pytest.importorskip('sklearn')
+  _, scalars = _train_and_eval('ResNet50Pjit:reduced')
+  assert scalars['accuracy'] > 0.97

@@ -31,19 +31,11 @@ from jaxline.base import keys
 __getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 
 Regexes = str | Sequence[str]
-# Maps a weight's name to its number of leading axes of repeated layers.
 NumStacked = Callable[[str], int]
-# Tells from its name if a weight has no L2.
 SkipsLp = Callable[[str], bool]
 _NOT_NEGATIVE = keys.optional(keys.number(min=0))
 # Steps of an `optax.chain`.
 Transformations = list[optax.GradientTransformation]
-
-
-def not_stacked(name: str) -> int:
-  """Returns 0: the weight is not stacked."""
-  del name
-  return 0
 
 
 def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -66,12 +58,7 @@ class Pattern:
   """A set of regular expressions that selects weights by name."""
 
   def __init__(self, field: str, regexes: Regexes):
-    """Compiles the expressions.
-
-    Args:
-      field: Name of the field that holds them, for messages.
-      regexes: One or several expressions. A name must match one of them.
-    """
+    """Compiles one or several expressions, those of `field` in messages."""
     self.field = field
     regexes = [regexes] if isinstance(regexes, str) else list(regexes)
     self.regexes = []
@@ -107,14 +94,9 @@ class Pattern:
 def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
   """Returns the exponential moving average of weights after a step.
 
-  As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), so
-  the average soon forgets the initial weights. Integers are not averaged.
-
-  Args:
-    ema: Tree of the averages so far. At step 0, the initial weights.
-    params: Tree of the new values.
-    step: Number of updates of `ema` so far, an int32 scalar.
-    decay: Decay, between 0 and 1.
+  As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), where
+  `step` counts the earlier updates of `ema`, so the average soon forgets the
+  initial weights. Integers are not averaged.
   """
   step = jnp.asarray(step).astype(jnp.float32)
   new = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
@@ -165,16 +147,15 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
   def make(
     self,
-    num_stacked: NumStacked = not_stacked,
+    num_stacked: NumStacked = lambda name: 0,
     skips_lp: SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns the transformation, without the learner's clipping and skipping.
 
     Args:
       num_stacked: Maps a weight's name to its number of leading axes of layers.
-        Each layer is a separate tensor, as in Praxis, which maps the optimizer
-        over these axes: the root mean square of its update is capped
-        separately, and a stack of vectors counts as vectors.
+        As in Praxis, each layer is a separate tensor: the root mean square of
+        its update is capped by itself, and a stack of vectors has vectors.
       skips_lp: Tells from its name if a weight has no L2. In Praxis, these are
         the weights of the collection SKIP_LP_REGULARIZATION.
     """

@@ -161,10 +161,7 @@ def test_an_optimizer_of_optax():
   ('optimizer', 'fields', 'named'),
   [
     (optimizers.Adam, {'learning_rate': None}, 'Adam.learning_rate'),
-    *(
-      (optimizers.Adam, {name: -1.0}, name)
-      for name in ('clip_gradient_norm_to_value', 'weight_decay')
-    ),
+    (optimizers.Adam, {'weight_decay': -1.0}, 'weight_decay'),
     (
       optimizers.Adam,
       {'lr_schedule': optimizers.Sgd.HParams(learning_rate=1.0)},

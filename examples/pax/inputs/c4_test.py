@@ -8,10 +8,12 @@ import pytest
 
 from examples.pax import experiment_registry
 from examples.pax.inputs import c4
-from examples.pax.tasks.lm import input as lm_input
 
 sentencepiece = pytest.importorskip('sentencepiece')
 
+C4 = experiment_registry.get('C4Spmd1BAdam4Replicas').with_constants(
+  {'MAX_SEQ_LEN': 16}
+)
 # All are different.
 DOCUMENTS = ['abc'[i % 3] * (1 + i // 3) + 'd' for i in range(30)]
 TOKENS = {'</s>': 1, 'a': 3, 'b': 4, 'c': 5, 'd': 6}
@@ -95,7 +97,7 @@ def test_an_epoch_has_each_token_once(tmp_path, vocabulary, kind, hosts):
     assert source.seed() == 9876
     for batch in source:
       shapes = {k: (x.shape[1:], x.dtype.name) for k, x in batch.items()}
-      assert shapes == lm_input.row_specs(16)
+      assert shapes == C4(num_devices=1).input_specs()
       np.testing.assert_array_equal(batch['weights'], batch['labels'] != 0)
       found += batch['labels'][batch['weights'] == 1].tolist()
   expected = [t for tokens in tokens_of(DOCUMENTS) for t in [*tokens, 1]]
@@ -125,9 +127,8 @@ def test_rows_are_documents_one_after_the_other(
   if append_eos:
     assert first['ids'][0] == c4.BOS_ID
   # A prompt begins as the rows do.
-  name = experiment_registry.get('C4Spmd1BAdam4Replicas')
   constants = {'APPEND_EOS': append_eos, 'VOCABULARY': vocabulary}
-  prompting = name.with_constants(constants)(num_devices=1).prompting()
+  prompting = C4.with_constants(constants)(num_devices=1).prompting()
   assert prompting.start_id == (c4.BOS_ID if append_eos else None)
   rolling = make(tmp_path, vocabulary, eval_batches=3)
   assert rolling.eval_loop_num_batches == 3

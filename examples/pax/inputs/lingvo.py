@@ -45,10 +45,10 @@ class LingvoInputAdaptor(base_input.BaseInput):
   `file_random_seed` 0, each host has a different random order. To evaluate on
   one epoch with several hosts, use `LingvoEvalAdaptor`.
 
-  Strings are dropped in training and with several hosts, because devices cannot
-  hold them. If the generator gives no `eval_sample_weights`, the adaptor adds
-  ones, float32 [B]. If it gives no `weights`, they equal these. Padding rows
-  have weight 0 under both names.
+  Strings are dropped in training and with several hosts: see
+  `tfdata.to_batch`. If the generator gives no `eval_sample_weights`, the
+  adaptor adds ones, float32 [B]. If it gives no `weights`, they equal these.
+  Padding rows have weight 0 under both names.
 
   Attributes:
     input: A generator, or its params. Only from params can the adaptor make the
@@ -231,11 +231,8 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
   """Splits the batches of a generator into smaller ones.
 
   Use it for generators that need a large batch, for example because they pack a
-  fixed number of examples into a row.
-
-  Attributes:
-    batch_size: B, a divisor of the generator's b.
-    num_batches: Number of batches after splitting.
+  fixed number of examples into a row. `batch_size` is B, a divisor of the
+  generator's b.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
@@ -256,15 +253,10 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 class LingvoEvalAdaptor(LingvoInputAdaptor):
   """Divides one epoch of a generator's examples among the hosts.
 
-  Every host reads all examples in the same order and keeps B of each
-  B * num_infeed_hosts. To get the same order, the generator sees one host, and
-  its `file_random_seed` does not change. All hosts end after the same number of
-  batches, of which the last is padded.
-
-  Attributes:
-    batch_size: B. The generator's batches may have any size.
-    reset_for_eval: Must be True.
-    num_batches: Number of batches that this input gives.
+  Every host reads all examples in the same order and keeps B, the `batch_size`,
+  of each B * num_infeed_hosts. To get the same order, the generator sees one
+  host, and its `file_random_seed` does not change. All hosts end after the same
+  number of batches, of which the last is padded. `reset_for_eval` must be True.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False

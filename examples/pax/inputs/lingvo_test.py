@@ -45,7 +45,6 @@ class Params:
   num_examples: int = 10
   repeat: bool = False
   extra: dict = dataclasses.field(default_factory=dict)
-  wrap: type = Tensor
   cls: type = None
   made: list = dataclasses.field(default_factory=list)
 
@@ -75,12 +74,11 @@ class Generator:
     if p.repeat:
       x, self.place = x % p.num_examples, self.place % p.num_examples
     x = x[x < p.num_examples]
-    wrap = p.wrap
     return {
-      'x': wrap(x),
-      'seed': wrap(np.full(len(x), p.file_random_seed)),
-      'tgt': {'ids': wrap(np.stack([x, x], 1).astype(np.int32))},
-      **{key: wrap(make(x)) for key, make in p.extra.items()},
+      'x': Tensor(x),
+      'seed': Tensor(np.full(len(x), p.file_random_seed)),
+      'tgt': {'ids': Tensor(np.stack([x, x], 1).astype(np.int32))},
+      **{key: Tensor(make(x)) for key, make in p.extra.items()},
     }
 
   def Reset(self):
@@ -103,11 +101,8 @@ class Stated(Generator):
 class Bare:
   """A generator with no optional methods."""
 
-  count = 0
-
   def GetPreprocessedInputBatch(self):
-    self.count += 1
-    return {'x': np.full((3, 2), self.count)}
+    return {'x': np.ones((3, 2))}
 
 
 def adaptor(kind=lingvo.LingvoInputAdaptor, fields=None, **params):
@@ -373,18 +368,17 @@ def test_lingvos_tf_data_generators(real):
 
 
 @pytest.mark.filterwarnings('ignore')
-def test_lingvos_generators_see_the_host_and_are_traced_once(real):
+@pytest.mark.parametrize('is_training', [False, True])
+def test_lingvos_generators_see_the_host_and_are_traced_once(real, is_training):
   from lingvo.core import cluster
   from lingvo.core import py_utils
   import tensorflow as tf
 
-  count = tf.Variable(0)
+  count, traces = tf.Variable(0), []
 
   class PerHost(real.BaseInputGenerator):
-    traces = 0
-
     def _InputBatch(self):
-      type(self).traces += 1
+      traces.append(1)
       context = cluster.GetInfeedContext()
       count.assign_add(1)
       return py_utils.NestedMap(
@@ -394,21 +388,17 @@ def test_lingvos_generators_see_the_host_and_are_traced_once(real):
         do_eval=tf.fill([2], bool(self.do_eval)),
       )
 
-  params = PerHost.Params().Set(name='per_host', batch_size=2)
-  for is_training in False, True:
-    PerHost.traces = 0
-    count.assign(0)
-    source = lingvo.LingvoInputAdaptor(
-      input=params,
-      is_training=is_training,
-      reset_for_eval=not is_training,
-      **host(1, 3),
-    )
-    assert source.batch_size == 2
-    for number in 1, 2, 3:
-      batch = next(source)
-      assert batch.count.tolist() == [number] * 2
-      assert batch.host.tolist() == [1, 1]
-      assert batch.hosts.tolist() == [3, 3]
-      assert batch.do_eval.tolist() == [not is_training] * 2
-    assert PerHost.traces == 1
+  source = lingvo.LingvoInputAdaptor(
+    input=PerHost.Params().Set(name='per_host', batch_size=2),
+    is_training=is_training,
+    reset_for_eval=not is_training,
+    **host(1, 3),
+  )
+  assert source.batch_size == 2
+  for number in 1, 2, 3:
+    batch = next(source)
+    expected = {'host': 1, 'hosts': 3, 'count': number}
+    expected['do_eval'] = not is_training
+    for key, value in expected.items():
+      assert batch[key].tolist() == [value] * 2
+  assert len(traces) == 1

@@ -271,38 +271,33 @@ def test_epochs_differ_and_a_state_of_others_is_refused(tmp_path):
 
 
 def test_a_mixture_repeats_its_tasks_each_by_itself(tmp_path):
-  mixture = seqio.Mixture(
-    'both',
-    [
-      (make_task(tmp_path, 'small', sizes=(2,), first=10), 1),
-      (make_task(tmp_path, 'large', sizes=(40,), first=20), 1),
-    ],
-  )
+  small = make_task(tmp_path, 'small', sizes=(2,), first=10)
+  large = make_task(tmp_path, 'large', sizes=(40,), first=20)
+  mixture = seqio.Mixture('both', [(small, 1), (large, 1)])
   inputs = make(mixture, batch_size=10)
-  rows = [labels(next(inputs)).tolist() for _ in range(10)]
-  flat = [x for row in rows for x in row]
+  rows = np.array([labels(next(inputs)) for _ in range(10)])
   # Both tasks are drawn equally often. The small one does not end the epoch.
-  assert 30 < sum(x < 20 for x in flat) < 70
-  assert len(set(flat)) > 20
+  assert 30 < (rows < 20).sum() < 70
+  assert len(np.unique(rows)) > 20
   assert inputs.position() == {'epoch': 0, 'record': 100}
   after = make(mixture, batch_size=10)
   after.set_position({'epoch': 0, 'record': 70})
-  assert labels(next(after)).tolist() == rows[7]
+  np.testing.assert_array_equal(labels(next(after)), rows[7])
 
 
 def test_a_state_of_other_rates_is_refused(tmp_path):
   tasks = [make_task(tmp_path, name) for name in ('one', 'two')]
 
-  def mix(rates, **fields):
+  def mix(*rates, **fields):
     mixture = seqio.Mixture('both', list(zip(tasks, rates, strict=True)))
     return make(mixture, **fields)
 
-  state = mix((1, 2)).get_state()
-  mix((1, 2.0)).set_state(state)
+  state = mix(1, 2).get_state()
+  mix(1, 2.0).set_state(state)
   with pytest.raises(ValueError, match=r'tasks is .*2\.0.* in the state'):
-    mix((1, 3)).set_state(state)
+    mix(1, 3).set_state(state)
   # In an evaluation, each task is read once, so the rates have no effect.
-  mix((1, 3), **ONE_EPOCH).set_state(mix((1, 2), **ONE_EPOCH).get_state())
+  mix(1, 3, **ONE_EPOCH).set_state(mix(1, 2, **ONE_EPOCH).get_state())
 
 
 def test_an_empty_task_of_a_mixture_does_not_loop(tmp_path):
@@ -342,9 +337,7 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
 
   examples = {}
   for ids, x in scores:
-    for id in ids.values():
-      assert id.dtype == np.int32
-      assert id.shape == (2,)
+    assert {(x.dtype.name, x.shape) for x in ids.values()} == {('int32', (2,))}
     np.testing.assert_array_equal(ids[seqio_input.INDEX_KEY] == -1, x == 0)
     for row in np.nonzero(x)[0]:
       key = tuple(ids[k][row].item() for k in seqio_input.ID_KEYS)
@@ -372,20 +365,17 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
 
 def test_outputs_are_gathered_as_documented(tmp_path):
   (data,) = evaluate(make_task(tmp_path))
-
-  def gather(**fields):
-    return [
-      multihost_utils.process_allgather(
-        (data.example_ids(batch), labels(batch)), **fields
-      )
-      for batch in data.eval_batches()
-    ]
-
-  metrics = data.compute_metrics(score_outputs=gather(tiled=True))
+  outputs = [
+    multihost_utils.process_allgather(
+      (data.example_ids(batch), labels(batch)), tiled=True
+    )
+    for batch in data.eval_batches()
+  ]
+  metrics = data.compute_metrics(score_outputs=outputs)
   assert metrics == {'numbers': {'total': 165.0, 'examples': 11}}
-  stacked = [jax.tree.map(lambda x: np.asarray(x)[None], gather(tiled=True)[0])]
+  stacked = jax.tree.map(lambda x: np.asarray(x)[None], outputs[0])
   with pytest.raises(ValueError, match=r'shape \(1, 2\)'):
-    data.compute_metrics(score_outputs=stacked)
+    data.compute_metrics(score_outputs=[stacked])
 
 
 def test_each_task_of_a_mixture_has_its_metrics(tmp_path):

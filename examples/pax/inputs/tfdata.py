@@ -82,10 +82,7 @@ def derive_seed(seed: int, epoch: int) -> int:
 def build(
   seed: int, make: Callable[[int], Any], op_determinism: bool = True
 ) -> Any:
-  """Returns `make(seed)`, with the seed as TensorFlow's global seed.
-
-  If `op_determinism`, turns op determinism on for good.
-  """
+  """Returns `make(seed)`, with the seed as TensorFlow's global seed."""
   with _building:
     import_tensorflow().random.set_seed(seed)
     # Set the seed first, because with determinism but no global seed, random
@@ -99,12 +96,8 @@ def build(
 class EpochInput(base_input.Configured, base.ResumableInput):
   """Reads datasets of one epoch each, which a subclass builds.
 
-  If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts, and each
-  host keeps its rows of each global batch. Otherwise, a dataset has the records
-  of one host.
-
-  Attributes:
-    op_determinism: Whether to make TensorFlow deterministic.
+  If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts. Otherwise,
+  it has those of one host. `op_determinism` makes TensorFlow deterministic.
   """
 
   op_determinism: bool = True

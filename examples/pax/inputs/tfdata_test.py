@@ -1,6 +1,7 @@
 """Tests of tf.data inputs: uneven parts, ends of epochs, determinism.
 
-`tests/promises/test_inputs.py` has the promises that all inputs share.
+`tests/promises/test_inputs.py` has the promises that all inputs share, and
+`lingvo_test.py` tests which tensors become batches.
 """
 
 import itertools
@@ -245,37 +246,3 @@ def test_a_broken_file_is_an_error_again_and_again(tmp_path):
       next(inputs)
     note = caught.value.__notes__[0]
     assert 'broken, reading epoch 0 from record 8 on' in note
-
-
-def test_strings_reach_no_device():
-  def dataset(seed):
-    return tf.data.Dataset.range(3).map(
-      lambda x: {
-        'x': x,
-        's': tf.strings.as_string(x),
-        'in': {'s': tf.strings.as_string(x)},
-        'more': {'y': tf.stack([x, x]), 's': tf.strings.as_string(x)},
-      }
-    )
-
-  fields = {'dataset': dataset, 'batch_size': 3}
-  for inputs in train(**fields), hosts(2, **fields)[0]:
-    batch = next(inputs)
-    assert set(batch) == {'x', 'more', 'weights'}
-    assert set(batch['more']) == {'y'}
-    assert batch['more']['y'].tolist() == [[0, 0], [1, 1], [2, 2]]
-  assert next(evaluate(**fields))['s'].tolist() == [b'0', b'1', b'2']
-
-
-@pytest.mark.parametrize(
-  ('element', 'named'),
-  [
-    (lambda: (1, 2), 'tuple'),
-    (lambda: {'x': tf.ragged.constant([[1], [2, 3]])}, 'entry x'),
-    (lambda: {'x': 'text', 'y': {'z': 'text'}}, 'TfDataInput'),
-  ],
-)
-def test_elements_that_make_no_batch_are_refused(element, named):
-  dataset = lambda seed: tf.data.Dataset.from_tensors(element())
-  with pytest.raises(TypeError, match=named):
-    next(train(dataset=dataset, batch_size=2))

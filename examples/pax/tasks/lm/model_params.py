@@ -25,9 +25,9 @@ from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import transformers
-from examples.pax.tasks.lm import input as lm_input
 from jaxline import errors
 from jaxline.inputs import base as inputs
+from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
 _DTYPES = ('bfloat16', 'float16', 'float32', 'float64')
@@ -159,7 +159,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       )
     else:
       config = fdl.Config(
-        lm_input.text_input,
+        _text_input,
         files=self.DATA,
         tokenizer=self._tokenizer,
         eval_batches=self.EVAL_LOOP_NUM_BATCHES,
@@ -179,11 +179,18 @@ class LmExperiment(base_experiment.BaseExperiment):
     return 'bytes' if self.VOCABULARY is None else self.VOCABULARY
 
   def input_specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """Returns the shapes of a row of tokens."""
-    specs = lm_input.row_specs(self.MAX_SEQ_LEN)
-    if self.DATA not in ('c4', 'synthetic'):
-      del specs['paddings']
-    return specs
+    """Returns the shapes and dtypes of a packed row of tokens."""
+    integers, floats = (
+      ['ids', 'labels', 'segment_ids', 'segment_pos'],
+      ['weights'],
+    )
+    if self.DATA in ('c4', 'synthetic'):
+      floats.append('paddings')
+    row = (self.MAX_SEQ_LEN,)
+    return {
+      **dict.fromkeys(integers, (row, 'int32')),
+      **dict.fromkeys(floats, (row, 'float32')),
+    }
 
   def prompting(self) -> base_experiment.Prompting:
     """Returns the tokenizer of the data, and the token before a document."""
@@ -357,3 +364,28 @@ class LmExperiment(base_experiment.BaseExperiment):
     if cls.NUM_STAGES > 1:
       changes |= {'NUM_STAGES': 2, 'MICROBATCH_SIZE': 2}
     return cls.with_constants(changes)
+
+
+def _text_input(
+  *,
+  tokenizer: str,
+  vocab_size: int,
+  is_training: bool,
+  eval_batches: int | None,
+  **fields: Any,
+) -> text.TextInput:
+  """Makes an input of packed rows of text files.
+
+  Each evaluation reads the same `eval_batches` of the held-out documents, or
+  all if it is None.
+  """
+  c4.check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
+  return text.TextInput(
+    tokenizer=tokenizer,
+    packing='packed',
+    is_training=is_training,
+    input_random_seed=c4.SEED if is_training else None,
+    reset_for_eval=not is_training,
+    max_batches=None if is_training else eval_batches,
+    **fields,
+  )

@@ -1,9 +1,4 @@
-"""Tests of ResNet-50's numbers, and that its small version learns.
-
-The complete run of the small version takes half a minute on two cores:
-
-    pytest -m slow examples/pax/tasks/vision
-"""
+"""Tests of ResNet-50's numbers. `learning_test.py` trains its small version."""
 
 import functools
 import math
@@ -14,12 +9,8 @@ import numpy as np
 import pytest
 
 from examples.pax import base_layer
-from examples.pax import config as config_lib
-from examples.pax import experiment as experiment_lib
 from examples.pax import experiment_registry
 from examples.pax.tasks.vision.params import imagenet_resnets
-from jaxline import train
-from jaxline import utils
 from jaxline.parallel import partitioning
 
 ResNet50Pjit = imagenet_resnets.ResNet50Pjit
@@ -96,13 +87,6 @@ def test_data_is_chosen_by_name():
     ResNet50Pjit.with_constants({'DATA': 'syntetic'})(num_devices=4).datasets()
 
 
-class _Last:
-  """Keeps the last scalars."""
-
-  def write_scalars(self, global_step, scalars):
-    self.scalars = dict(scalars)
-
-
 def test_a_step_and_an_evaluation_have_the_batchs_shapes():
   experiment = ResNet50Pjit.reduced()(num_devices=2)
   task = experiment.filled_task().Instantiate()
@@ -122,18 +106,3 @@ def test_a_step_and_an_evaluation_have_the_batchs_shapes():
     assert jax.tree.map(np.shape, new_state) == jax.tree.map(
       np.shape, model_state
     )
-
-
-@pytest.mark.slow
-def test_the_small_version_learns(monkeypatch):
-  """Trains on two devices."""
-  pytest.importorskip('sklearn')
-  monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  config = config_lib.get_config('ResNet50Pjit:reduced')
-  config.save_checkpoint_interval = -1
-  checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  evaluated = _Last()
-  train.Run(
-    experiment_lib.Experiment, config, checkpointer, _Last(), evaluated
-  ).train_and_eval()
-  assert evaluated.scalars['accuracy'] > 0.97
