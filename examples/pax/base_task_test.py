@@ -189,14 +189,6 @@ def test_the_learner_may_name_the_loss():
       },
       'expects at least one of loss_keys, and as many',
     ),
-    (
-      {'learner': [learners.Learner.HParams()] * 2},
-      "'learner' differs from 'learner'",
-    ),
-    (
-      {'metrics': tasks.LossAggregator.HParams()},
-      'SingleTask.metrics is .*; expected .* of a base_task.MeanMetrics',
-    ),
     ({'model': linears.Linear.HParams()}, 'the HParams of a models.BaseModel'),
     ({'name': 'not valid'}, "name is 'not valid'; expected a valid identifier"),
     (

@@ -1,7 +1,6 @@
 """Tests of SeqIO inputs: rows, training, evaluation and metrics."""
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 import pytest
 
@@ -363,21 +362,6 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
   assert only == {'numbers': {'total': 165.0, 'examples': 11}}
 
 
-def test_outputs_are_gathered_as_documented(tmp_path):
-  (data,) = evaluate(make_task(tmp_path))
-  outputs = [
-    multihost_utils.process_allgather(
-      (data.example_ids(batch), labels(batch)), tiled=True
-    )
-    for batch in data.eval_batches()
-  ]
-  metrics = data.compute_metrics(score_outputs=outputs)
-  assert metrics == {'numbers': {'total': 165.0, 'examples': 11}}
-  stacked = jax.tree.map(lambda x: np.asarray(x)[None], outputs[0])
-  with pytest.raises(ValueError, match=r'shape \(1, 2\)'):
-    data.compute_metrics(score_outputs=[stacked])
-
-
 def test_each_task_of_a_mixture_has_its_metrics(tmp_path):
   mixture = seqio.Mixture(
     'both',
@@ -446,6 +430,10 @@ def test_outputs_that_do_not_fit_are_refused(tmp_path, monkeypatch):
   _, others = run_model(evaluate(task, 1))
   with pytest.raises(ValueError, match=r' 22, .*\(0, 1, 0\)'):
     compute(score_outputs=others)
+  # Not gathered with `tiled=True`, as the top of seqio.py says.
+  stacked = [jax.tree.map(lambda x: np.asarray(x)[None], scores[0])]
+  with pytest.raises(ValueError, match=r'shape \(1, 2\)'):
+    compute(score_outputs=stacked)
   unknown = dict(zip(seqio_input.ID_KEYS, ([0], [2], [11]), strict=True))
   with pytest.raises(ValueError, match=r' 1, .*\(0, 2, 11\)'):
     compute(score_outputs=[*scores, (unknown, [1.0])])
