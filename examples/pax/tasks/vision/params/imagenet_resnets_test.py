@@ -82,6 +82,20 @@ def test_batches_are_what_is_declared():
     assert sizes == [made.TRAIN_EXAMPLES, made.EVAL_EXAMPLES]
 
 
+def test_each_digit_is_in_one_split():
+  datasets = pytest.importorskip('sklearn.datasets')
+  found = datasets.load_digits()
+  for config in ResNet50Pjit.reduced()(num_devices=1).datasets():
+    source = fdl.build(config)
+    batch = source.read(np.arange(source.num_records()), None)
+    is_validation = np.arange(len(found.target)) % 5 == 0
+    chosen = is_validation != config.is_training
+    np.testing.assert_array_equal(
+      batch['image'][..., 0], found.images[chosen] * 15
+    )
+    np.testing.assert_array_equal(batch['label'], found.target[chosen])
+
+
 def test_data_is_chosen_by_name():
   with pytest.raises(ValueError, match="Did you mean 'synthetic'"):
     ResNet50Pjit.with_constants({'DATA': 'syntetic'})(num_devices=4).datasets()
