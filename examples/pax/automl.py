@@ -30,11 +30,7 @@ def parameter_sweep(
 ) -> Callable[[Experiment], Experiment]:
   """Registers an experiment with each combination of constants; a decorator.
 
-  Args:
-    axes: Pairs of a constant and its values, numbers or words.
-
-  Raises:
-    UsageError: A constant does not exist or has no value.
+  `axes` are pairs of a constant and its values, numbers or words.
   """
 
   def register(experiment: Experiment) -> Experiment:
@@ -60,11 +56,7 @@ def _point(
 
 
 def flags(experiment: Experiment) -> list[str]:
-  """Returns the flags of `runs sweep` for the axes of an experiment.
-
-  Raises:
-    UsageError: The experiment has no axes.
-  """
+  """Returns the flags of `runs sweep` for the axes of an experiment."""
   if not (axes := experiment.sweep_axes):
     raise errors.UsageError(
       f'{experiment.__name__} has no sweep axes. Decorate the class with'

@@ -53,14 +53,11 @@ def test_each_combination_is_an_experiment():
     experiment_registry.get('Swept.4')
 
 
-def test_what_is_no_constant_is_refused():
+def test_what_cannot_be_swept_is_refused(capsys):
   with pytest.raises(ValueError, match=r"'LEARNIN_RATE'.*mean 'LEARNING_RATE'"):
     automl.parameter_sweep([('LEARNIN_RATE', (1,))])(
       sequences.ReverseEncoderDecoder
     )
-
-
-def test_an_experiment_without_axes_is_not_swept(capsys):
   with pytest.raises(SystemExit, match='2'):
     main.main(['--exp=CopyEncoderDecoder', '--mode=sweep', '--job_log_dir=x'])
   assert '@automl.parameter_sweep' in capsys.readouterr().err
@@ -68,17 +65,15 @@ def test_an_experiment_without_axes_is_not_swept(capsys):
 
 def test_the_librarys_sweep_gets_the_axes(monkeypatch):
   given = []
-  run = lambda argv: given.append(argv) or 1
-  monkeypatch.setattr(runs_main, 'main', run)
+  monkeypatch.setattr(runs_main, 'main', lambda argv: given.extend(argv) or 1)
   with pytest.raises(SystemExit, match='1'):
     main.main(
       ['--exp=Swept', '--mode=sweep', '--job_log_dir=runs/a', '--index=2']
     )
-  ((command, config, *rest),) = given
-  assert command == 'sweep'
-  assert config.endswith('config.py:Swept')
   constants = 'experiment_kwargs.config.constants'
-  assert rest == [
+  assert given.pop(1).endswith('config.py:Swept')
+  assert given == [
+    'sweep',
     '--config.checkpoint_dir=runs/a',
     f'--sweep.{constants}.LEARNING_RATE=0.001,0.0',
     f'--sweep.{constants}.NUM_LAYERS=1,2',

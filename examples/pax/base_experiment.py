@@ -61,20 +61,6 @@ class BaseExperiment(abc.ABC):
   """An experiment: constants, data and a task.
 
   Attributes:
-    ICI_MESH_SHAPE: Sizes of the mesh within a slice: (replica, data, mdl), or
-      (stage, replica, data, mdl). One size may be -1: all remaining devices.
-    DCN_MESH_SHAPE: Sizes of the mesh across slices.
-    SHARDING: Rules that split arrays over the mesh, one of
-      `partitioning.PRESETS`.
-    TOPOLOGY: TPU slice that `--mode=compile` compiles for, such as 'v4:2x2x1'.
-      If None, the local devices.
-    MAX_STEPS: Number of training steps.
-    CHECKPOINT_EVERY_N_STEPS: Steps between checkpoints.
-    CHECKPOINT_MAX_TO_KEEP: Number of newest checkpoints to keep.
-    SUMMARY_INTERVAL_STEPS: Steps between log lines.
-    EVAL_INTERVAL_STEPS: Steps between evaluations. If None, there is no data to
-      evaluate on.
-    RANDOM_SEED: Seed of the initial weights and of all randomness in training.
     changeable_constants: Names of constants that do not affect training, so a
       resumed run may change them. Constants that are keys of the library need
       not be listed.
@@ -82,16 +68,24 @@ class BaseExperiment(abc.ABC):
     num_devices: Number of devices of the run's mesh.
   """
 
+  # Sizes of the mesh within a slice: (replica, data, mdl), or (stage, replica,
+  # data, mdl). One size may be -1: all remaining devices.
   ICI_MESH_SHAPE: ClassVar[tuple[int, ...]] = (1, -1, 1)
+  # Sizes of the mesh across slices.
   DCN_MESH_SHAPE: ClassVar[tuple[int, ...]] = (1, 1, 1)
+  # Rules that split arrays over the mesh, one of `partitioning.PRESETS`.
   SHARDING: ClassVar[str] = 'ddp'
+  # TPU slice that `--mode=compile` compiles for, such as 'v4:2x2x1'. If None,
+  # the local devices.
   TOPOLOGY: ClassVar[str | None] = None
   # Paxml's defaults.
-  MAX_STEPS: ClassVar[int] = 10_000_000
+  MAX_STEPS: ClassVar[int] = 10_000_000  # Training steps.
   CHECKPOINT_EVERY_N_STEPS: ClassVar[int] = 5000
   CHECKPOINT_MAX_TO_KEEP: ClassVar[int] = 10
-  SUMMARY_INTERVAL_STEPS: ClassVar[int] = 100
+  SUMMARY_INTERVAL_STEPS: ClassVar[int] = 100  # Steps between log lines.
+  # If None, there is no data to evaluate on.
   EVAL_INTERVAL_STEPS: ClassVar[int | None] = 100
+  # Seed of the initial weights and of all randomness in training.
   RANDOM_SEED: ClassVar[int] = 1234
 
   changeable_constants: ClassVar[tuple[str, ...]] = ()
@@ -109,9 +103,8 @@ class BaseExperiment(abc.ABC):
 
     An example is `fdl.Config(text.TextInput, is_training=True,
     shard=self.shard, batch_size=inputs.per_host(self.rows(...), self.shard))`.
-    One config has `is_training=True`. Any number of configs without it are for
-    evaluation. If there are several, give each a `name`, which prefixes the
-    names of its metrics.
+    One config has `is_training=True`. The others are for evaluation. If there
+    are several, give each a `name`, which prefixes the names of its metrics.
     """
 
   @abc.abstractmethod
@@ -140,11 +133,7 @@ class BaseExperiment(abc.ABC):
     return cls.prompting is not BaseExperiment.prompting
 
   def filled_task(self) -> Any:
-    """Returns the task with steps, intervals and seed set by the constants.
-
-    Raises:
-      UsageError: `task` sets one of them to a different value.
-    """
+    """Returns the task with steps, intervals and seed set by the constants."""
     task = self.task()
     defaults = type(task.train)()
     for constant, (_, field) in KEYS.items():
@@ -160,11 +149,7 @@ class BaseExperiment(abc.ABC):
     return task
 
   def rows(self, per_core: float) -> int:
-    """Returns the rows of a global batch with `per_core` rows per device.
-
-    Raises:
-      UsageError: The result is not a positive integer.
-    """
+    """Returns the rows of a global batch with `per_core` rows per device."""
     rows = per_core * self.num_devices
     if rows < 1 or rows != int(rows):
       raise errors.UsageError(
@@ -185,22 +170,14 @@ class BaseExperiment(abc.ABC):
   @classmethod
   def check_constants(cls, names: Iterable[str]) -> None:
     """Raises a UsageError if a name is not a constant."""
-    known = cls.constants()
-    errors.check_names(names, known, 'constant', cls.__name__)
+    errors.check_names(names, cls.constants(), 'constant', cls.__name__)
 
   @classmethod
   def with_constants(cls, values: Mapping[str, Any]) -> type[Self]:
-    """Returns a subclass with the same name and different constants.
-
-    Raises:
-      UsageError: A name is not a constant.
-    """
+    """Returns a subclass with the same name and different constants."""
     cls.check_constants(values)
-    body = {
-      '__module__': cls.__module__,
-      '__doc__': cls.__doc__,
-      '__qualname__': cls.__qualname__,
-    }
+    same = ('__module__', '__doc__', '__qualname__')
+    body = {name: getattr(cls, name) for name in same}
     return type(cls.__name__, (cls,), {**body, **values})
 
   @classmethod

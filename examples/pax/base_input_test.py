@@ -9,8 +9,6 @@ from examples.pax import base_input
 from examples.pax import pax_fiddle
 from examples.pax.inputs import lingvo
 from examples.pax.inputs import synthetic
-from examples.pax.inputs import tfdata
-from examples.pax.tasks.synthetic import input as sequences
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -54,32 +52,14 @@ class Given:
     return {'x': np.ones([2, 3]), 'deep': {'y': np.zeros([2])}}
 
 
-def _records(seed):
-  del seed
-  tf = tfdata.import_tensorflow()
-  return tf.data.Dataset.range(8).map(lambda i: {'deep': {'y': i}, 'x': i})
-
-
 @pytest.mark.parametrize(
   ('cls', 'fields'),
   [
     (synthetic.SyntheticInput, {'batch_size': 2, 'length': 3}),
-    (
-      sequences.SequenceInput,
-      {'batch_size': 2, 'max_length': 3, 'vocab_size': 5},
-    ),
     (lingvo.LingvoInputAdaptor, {'input': Given()}),
-    pytest.param(
-      *(tfdata.TfDataInput, {'batch_size': 2, 'dataset': _records}),
-      marks=pytest.mark.process,
-    ),
   ],
 )
 def test_a_subclass_adds_an_entry_as_an_attribute(cls, fields):
-  if cls is tfdata.TfDataInput:
-    pytest.importorskip('tensorflow')
-
-  @dataclasses.dataclass(kw_only=True, eq=False)
   class Mine(cls):
     def get_next(self):
       batch = super().get_next()

@@ -73,12 +73,10 @@ class MeanMetrics(Configurable):
     self, metrics: models.WeightedScalars
   ) -> dict[str, metrics_lib.Mean]:
     """Returns name -> a mean that can be merged exactly over batches."""
-    names = self.metric_keys or metrics
+    where = 'An entry of metrics.metric_keys'
     return {
-      name: metrics_lib.Mean.of(
-        *_metric(metrics, name, 'An entry of metrics.metric_keys')
-      )
-      for name in names
+      name: metrics_lib.Mean.of(*_metric(metrics, name, where))
+      for name in self.metric_keys or metrics
     }
 
 
@@ -128,10 +126,8 @@ class MultiLossAggregator(LossAggregator):
       _metric(metrics, key, 'An entry of loss_aggregator.loss_keys')
       for key in self.loss_keys
     ]
-    terms = [
-      weight * value
-      for (value, _), weight in zip(parts, self.loss_weights, strict=True)
-    ]
+    pairs = zip(parts, self.loss_weights, strict=True)
+    terms = [weight * value for (value, _), weight in pairs]
     return functools.reduce(jnp.add, terms), parts[0][1]
 
 
@@ -156,16 +152,13 @@ class VariationalNoise(BaseHParams):
 class TrainHParams(BaseHParams):
   """Hyperparameters of a task's training.
 
+  The constants of a registered experiment set those for steps, intervals and
+  the seed: see `base_experiment.KEYS`.
+
   Attributes:
-    learner: Learner of the weights, or a list of learners.
-    num_train_steps: Number of training steps.
-    save_interval_steps: Steps between checkpoints.
-    save_max_to_keep: Number of newest checkpoints to keep.
-    summary_interval_steps: Steps between log lines.
-    eval_interval_steps: Steps between evaluations.
+    learner: Learner of the weights, or a list of learners: `learners.joined`.
     async_summary_writing: Whether to log on a separate thread.
     variable_norm_summary: Whether to report the norm of each weight.
-    random_seed: Seed of the initial weights and of all randomness in training.
     summary_verbosity: Highest verbosity of the layers' summaries to report.
     init_from_checkpoint_rules: Directory of a run ->
       `loading.CheckpointLoadingRules`, the weights that a new run takes from
@@ -222,17 +215,15 @@ class SingleTask(Configurable):
     super().__init__(hparams)
     p = hparams
     params, scales = fp8.split(self.model.abstract_init()[base_layer.PARAMS])
-    names = optimizers.weight_names(params)
-    self.weights: dict[str, WeightHParams] = dict(
-      zip(names, jax.tree.leaves(params), strict=True)
+    named = zip(
+      optimizers.weight_names(params), jax.tree.leaves(params), strict=True
     )
+    self.weights: dict[str, WeightHParams] = dict(named)
     self.uses_fp8 = bool(scales)
     given = p.train.learner
     several = given if isinstance(given, list | tuple) else [given]
     # A built learner is replaced by its hyperparameters.
-    self.learner: learners.Learner = learners.joined(
-      [getattr(x, 'hparams', x) for x in several]
-    ).Instantiate()
+    self.learner = learners.joined([getattr(x, 'hparams', x) for x in several])
     self._loss = self._make_loss_aggregator()
     self._noise = optimizers.Pattern('vn.vn_regex', p.vn.vn_regex)
 
@@ -253,17 +244,10 @@ class SingleTask(Configurable):
     return found
 
   def boxed_init(self, rng: jax.Array) -> tuple[Any, dict[str, Any]]:
-    """Returns the initial weights and model state, boxed.
+    """Returns the initial weights and model state.
 
-    Args:
-      rng: Random key.
-
-    Returns:
-      The weights and the model state. Each array of the model is in a
-      `partitioning.Logical`.
-
-    Raises:
-      ValueError: There is variational noise, and `vn_regex` matches no weight.
+    Each array of the model is in a `partitioning.Logical`. Raises a ValueError
+    if there is variational noise, and `vn_regex` matches no weight.
     """
     variables = self.model.boxed_init(rng)
     params, scales = fp8.split(variables[base_layer.PARAMS])
@@ -292,13 +276,7 @@ class SingleTask(Configurable):
   ) -> tuple[jax.Array, dict[str, metrics_lib.Mean], dict[str, Any]]:
     """Returns the loss, the metrics and the new model state of a batch.
 
-    Args:
-      params: The weights.
-      model_state: The model state, without the boxes of `boxed_init`.
-      batch: Input of the model.
-      rng: Random key of the step.
-      is_training: Whether this is training. Evaluation uses the moving average
-        of the weights if there is one.
+    Evaluation uses the moving average of the weights if there is one.
     """
     if is_training:
       params = self._with_noise(params, model_state, rng)
@@ -361,8 +339,7 @@ class SingleTask(Configurable):
     """Returns the transformation from gradients to updates.
 
     Each layer in a repeated layer's weight is a separate tensor. Weights in the
-    collection SKIP_LP_REGULARIZATION have neither L2 nor
-    `decoupled_weight_decay`.
+    collection SKIP_LP_REGULARIZATION have no L2.
     """
     skips = base_layer.WeightHParamsCollection.SKIP_LP_REGULARIZATION
     return self.learner.make(
@@ -376,10 +353,7 @@ class SingleTask(Configurable):
   ) -> dict[str, jax.Array]:
     """Returns the scalars of the learner and the norms of the weights.
 
-    Args:
-      state: State before the step.
-      grads: Gradients of the step.
-      updates: Updates, which are added to the weights.
+    `state` is the state before the step.
     """
     scalars = self.learner.scalars(
       grads, updates, learners.num_updates(state.opt_state)
@@ -398,14 +372,7 @@ class SingleTask(Configurable):
 
     As in Praxis, the averages include the weights from before the step and the
     non-trainable variables from after it. They do not change in a step that the
-    learner skips.
-
-    Args:
-      before: State before the step.
-      after: State after the step, with the model state of `loss_fn`.
-
-    Returns:
-      The new model state.
+    learner skips. `after` has the model state of `loss_fn`.
     """
     new = dict(after.model_state)
     if EMA in new:
@@ -435,13 +402,8 @@ class SingleTask(Configurable):
   ) -> decoding.Decoded:
     """Continues the prompts of a batch; a pure function.
 
-    Args:
-      params: The weights.
-      model_state: The model state, without boxes. If it has a moving average of
-        the weights, decoding uses it.
-      batch: Prompts; see the model's `start_decoding`.
-      rng: Random key. Required if tokens are drawn.
-      options: Decoder. If None, the model's `decoder_tpl`.
+    It uses the moving average of the weights if there is one. See the model's
+    `decode` for the other arguments.
     """
     variables = self._variables(params, model_state, use_ema=True)
     return self.model.decode(variables, batch, rng, options)

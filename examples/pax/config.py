@@ -65,9 +65,7 @@ class Config:
   ) -> experiment_registry.Experiment:
     """Returns the class of the experiment with the constants of a run.
 
-    Args:
-      run: Config of the run. If None, the constants that are keys of it have
-        the values of the class.
+    If `run` is None, constants that are its keys have the values of the class.
     """
     found = _find(self.exp, self.reduced)
     keys = {} if run is None else constants_of(run)
@@ -98,12 +96,7 @@ class Config:
 def get_config(name: str) -> config_dict.ConfigDict:
   """Returns the config to run an experiment.
 
-  Args:
-    name: Name of the experiment, or 'NAME:reduced' for its small version.
-
-  Raises:
-    experiment_registry.UnknownError: There is no such experiment.
-    ValueError: The option after the name is not 'reduced'.
+  `name` is that of the experiment, or 'NAME:reduced' for its small version.
   """
   name, _, option = name.partition(':')
   if option not in ('', 'reduced'):
@@ -154,11 +147,7 @@ def get_config(name: str) -> config_dict.ConfigDict:
 
 
 def key_of(experiment: experiment_registry.Experiment, constant: str) -> str:
-  """Returns the key of a run's config that holds a constant.
-
-  Raises:
-    UsageError: There is no such constant, or several keys hold it.
-  """
+  """Returns the key of a run's config that holds a constant."""
   experiment.check_constants([constant])
   if constant in _MESH:
     key = _MESH[constant]
@@ -179,15 +168,14 @@ def own_constants(
   experiment: experiment_registry.Experiment,
 ) -> dict[str, Any]:
   """Returns the constants that are not keys of a run's config."""
-  constants = experiment.constants()
-  return {n: constants[n] for n in constants if n not in {*_KEYS, *_MESH}}
+  elsewhere = {*_KEYS, *_MESH}
+  return {n: x for n, x in experiment.constants().items() if n not in elsewhere}
 
 
 def constants_of(run: config_dict.ConfigDict) -> dict[str, Any]:
   """Returns the constants that are keys of a run's config.
 
-  Args:
-    run: Config of the run. One that is not from `get_config` has none.
+  A config that is not from `get_config` has none.
   """
   if run.experiment_class != _CLASS:
     return {}

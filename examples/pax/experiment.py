@@ -44,7 +44,6 @@ class TaskExperiment(sharded.ShardedExperiment):
   task: base_task.SingleTask
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    """Returns the initial weights and model state."""
     return self.task.boxed_init(rng)
 
   def loss_fn(
@@ -55,37 +54,25 @@ class TaskExperiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the task's loss and metrics."""
-    # Tasks may read `batch.ids`, as in Pax.
-    return self.task.loss_fn(
-      params, model_state, inputs.Batch(batch), rng, is_training
-    )
+    batch = inputs.Batch(batch)  # Tasks may read `batch.ids`, as in Pax.
+    return self.task.loss_fn(params, model_state, batch, rng, is_training)
 
   def make_optimizer(self) -> optax.GradientTransformation:
-    """Returns the learner's optimizer."""
     return self.task.make_optimizer()
 
   def step_scalars(
     self, state: sharded.TrainState, grads: Any, updates: Any
   ) -> Mapping[str, jax.Array]:
-    """Returns the task's scalars, such as norms and the learning rate."""
     return self.task.step_scalars(state, grads, updates)
 
   def after_update(
     self, before: sharded.TrainState, after: sharded.TrainState
   ) -> Any:
-    """Updates the moving average of the weights, if there is one."""
     return self.task.after_update(before, after)
 
 
 class Experiment(TaskExperiment):
-  """Runs a registered experiment.
-
-  Attributes:
-    config: Choice of the experiment.
-    experiment: The experiment.
-    task: The experiment's task.
-  """
+  """Runs a registered experiment, `experiment`, which `config` chooses."""
 
   CONFIG_CLASS = Config
   # The `changeable_constants` of an experiment may change too.
@@ -94,15 +81,10 @@ class Experiment(TaskExperiment):
   def __init__(
     self, mode: str, init_rng: jax.Array, config: Any, *, run_config: Any = None
   ):
-    """Makes the experiment and its task.
+    """Makes the experiment and its task: see `sharded.ShardedExperiment`.
 
-    Args:
-      mode: Mode of the run, such as 'train' or 'decode'.
-      init_rng: Random key of the initial weights.
-      config: Values of a `Config`.
-      run_config: Config of the run: see `sharded.ShardedExperiment`. Some of
-        its keys are constants of the experiment. If None, these have the values
-        of the class.
+    `config` has the values of a `Config`. Some keys of `run_config` are
+    constants of the experiment. If None, these have the values of the class.
     """
     self.config = base_config.read(Config, config)
     # Whether inputs are opened only for the shapes of their batches.
@@ -143,11 +125,7 @@ class Experiment(TaskExperiment):
   # Data.
 
   def train_input(self, shard: inputs.Shard | None = None) -> Any:
-    """Returns the input for training.
-
-    Raises:
-      UsageError: There are several.
-    """
+    """Returns the input for training."""
     dataset, *others = self._datasets(shard, is_training=True)
     if others:
       raise errors.UsageError(
@@ -164,8 +142,7 @@ class Experiment(TaskExperiment):
   def eval_input(self, shard: inputs.Shard | None = None) -> Any:
     """Returns the input for evaluation, or name -> input if there are several.
 
-    Raises:
-      UsageError: Of several inputs, two have the same name, or one has none.
+    Raises a UsageError if two of several have the same name, or one has none.
     """
     found = self._datasets(shard, is_training=False)
     if len(found) == 1:
@@ -232,14 +209,7 @@ class Experiment(TaskExperiment):
   ) -> list[list[dict[str, Any]]]:
     """Continues prompts with the options of `config.decode`.
 
-    Args:
-      prompts: Texts.
-      rng: Random key.
-
-    Returns:
-      The continuations of each prompt. Beam search returns the best first. A
-      continuation has 'text', 'score' (see `decoding.Decoded`) and 'tokens',
-      the number of its tokens.
+    See `decoding.continue_texts` for the result.
     """
     text, options = self.experiment.prompting(), self.config.decode
     assert options is not None

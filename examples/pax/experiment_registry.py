@@ -40,15 +40,8 @@ def register(
   """Registers an experiment; a decorator with or without arguments.
 
   If you rerun a notebook cell or reload a module, the new class replaces the
-  one that it registered before.
-
-  Args:
-    experiment: The class.
-    allow_overwrite: Whether to replace a class with the same name in any case.
-    tags: Ignored. Pax uses them in its tests.
-
-  Raises:
-    ValueError: A module defines two classes with this name.
+  one that it registered before. Two classes of a name in one module are an
+  error, except with `allow_overwrite`. Pax uses `tags` in its tests.
   """
   if experiment is None:
     return functools.partial(register, allow_overwrite=allow_overwrite)
@@ -86,14 +79,10 @@ def get_all() -> dict[str, Experiment]:
 def get(name: str) -> Experiment:
   """Returns the experiment with a name or with a unique suffix.
 
-  Args:
-    name: A full name or a suffix, such as `C4Spmd1BAdam4Replicas`,
-      `tasks.lm.params.c4.C4Spmd1BAdam4Replicas`, or
-      `my_package.my_module.MyExperiment`. A prefix `paxml.` is ignored.
-
-  Raises:
-    UnknownError: No experiment or several experiments match. The message lists
-      the candidates.
+  Examples are `C4Spmd1BAdam4Replicas`,
+  `tasks.lm.params.c4.C4Spmd1BAdam4Replicas`, and
+  `my_package.my_module.MyExperiment`. A prefix `paxml.` is ignored. If no
+  experiment or several match, an UnknownError lists the candidates.
   """
   name = name.removeprefix('paxml.')
   known = get_all()

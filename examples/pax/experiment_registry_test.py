@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import types
 
 import pytest
 
@@ -10,105 +9,89 @@ from examples.pax import base_experiment
 from examples.pax import experiment_registry
 from examples.pax.tasks.lm.params import c4
 
-FULL = 'examples.pax.tasks.lm.params.c4.C4Spmd1BAdam4Replicas'
+OWN = """
+from examples.pax import base_experiment, experiment_registry
+
+@experiment_registry.register
+class Own(base_experiment.BaseExperiment):
+  datasets = task = None
+"""
 
 
 @pytest.fixture(autouse=True)
-def _as_before():
-  experiment_registry.get_all()  # Imports the registering modules.
-  before = dict(experiment_registry._registered)
-  yield
-  experiment_registry._registered.clear()
-  experiment_registry._registered.update(before)
+def _as_before(monkeypatch):
+  known = dict(experiment_registry.get_all())  # Imports all modules.
+  monkeypatch.setattr(experiment_registry, '_registered', known)
 
 
-def make(name, module):
+def make(module, name='Mine'):
   body = {'__module__': module, 'datasets': None, 'task': None}
   return type(name, (base_experiment.BaseExperiment,), body)
 
 
-def test_every_suffix_is_a_name():
-  parts = FULL.split('.')
-  for i in range(len(parts)):
-    name = '.'.join(parts[i:])
-    assert experiment_registry.get(name) is c4.C4Spmd1BAdam4Replicas
-
-
-def test_what_is_no_suffix_at_a_dot_is_none():
+@pytest.mark.parametrize(
+  'prefix',
+  [
+    'examples.pax.tasks.lm.params.c4.',
+    'params.c4.',
+    'paxml.tasks.lm.params.c4_multislice.',
+    'tasks.lm.params.c4_multislice.',
+    'c4_multislice.',
+    'lm.c4.',
+    'paxml.',
+    '',
+  ],
+)
+def test_every_suffix_is_a_name_and_those_of_pax_are(prefix):
+  cls = c4.C4SpmdGpt3AdamDataParallel2x16x16
+  name = 'C4SpmdGpt3AdamDataParallel2x16x16'
+  assert experiment_registry.get(prefix + name) is cls
+  # The list has the experiment once.
+  names = [n for n in experiment_registry.get_all() if n.endswith(name)]
+  assert names == [experiment_registry.full_name(cls)]
   with pytest.raises(experiment_registry.UnknownError):
-    experiment_registry.get('Adam4Replicas')
+    experiment_registry.get(name[1:])
 
 
 def test_a_name_of_two_lists_both():
   for module in ('mine.a', 'mine.b'):
-    experiment_registry.register(make('Twice', module))
+    experiment_registry.register(make(module))
   with pytest.raises(
-    experiment_registry.UnknownError,
-    match=r"'mine\.a\.Twice', 'mine\.b\.Twice'",
+    experiment_registry.UnknownError, match=r"'mine\.a\.Mine', 'mine\.b\.Mine'"
   ):
-    experiment_registry.get('Twice')
-  assert experiment_registry.get('b.Twice').__module__ == 'mine.b'
+    experiment_registry.get('Mine')
+  assert experiment_registry.get('b.Mine').__module__ == 'mine.b'
 
 
-def test_one_name_cannot_be_registered_twice():
-  experiment_registry.register(make('Mine', 'mine.a'))
+def test_one_name_is_registered_once_except_where_code_runs_again():
+  register = experiment_registry.register
+  register(tags=['smoke'])(make('mine.a'))
   with pytest.raises(ValueError, match=r'mine\.a\.Mine'):
-    experiment_registry.register(make('Mine', 'mine.a'))
+    register(make('mine.a'))
+  second = register(allow_overwrite=True)(make('mine.a'))
+  assert experiment_registry.get('mine.a.Mine') is second
+  for _ in range(2):  # A cell of a notebook.
+    cell = register(make('__main__'))
+    assert experiment_registry.get('__main__.Mine') is cell
 
 
-def test_a_cell_that_is_run_again_replaces_its_experiment():
-  first = experiment_registry.register(make('Mine', '__main__'))
-  second = experiment_registry.register(make('Mine', '__main__'))
-  assert experiment_registry.get('Mine') is second is not first
-
-
-def test_a_module_that_is_reloaded_replaces_its_experiments(
+def test_a_module_elsewhere_is_imported_and_may_be_reloaded(
   monkeypatch, tmp_path
 ):
-  path = tmp_path / 'my_reloaded.py'
-  text = (
-    'from examples.pax import base_experiment, experiment_registry\n'
-    '@experiment_registry.register\n'
-    'class Own(base_experiment.BaseExperiment):\n'
-    '  datasets = task = None\n'
-  )
-  path.write_text(text)
+  path = tmp_path / 'my_experiments.py'
+  path.write_text(OWN)
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.setattr(sys, 'dont_write_bytecode', True)
-  old = experiment_registry.get('my_reloaded.Own')
-  module = importlib.reload(sys.modules['my_reloaded'])
-  assert experiment_registry.get('my_reloaded.Own') is module.Own is not old
+  old = experiment_registry.get('my_experiments.Own')
+  module = importlib.reload(sys.modules['my_experiments'])
+  assert experiment_registry.get('my_experiments.Own') is module.Own is not old
   # But a module may define a name only once.
-  del sys.modules['my_reloaded']
-  path.write_text(text + text)
-  with pytest.raises(ValueError, match=r'my_reloaded\.Own'):
-    importlib.import_module('my_reloaded')
-
-
-def test_names_that_pax_has():
-  cls = c4.C4SpmdGpt3AdamDataParallel2x16x16
-  name = 'C4SpmdGpt3AdamDataParallel2x16x16'
-  for prefix in (
-    'paxml.tasks.lm.params.c4_multislice.',
-    'tasks.lm.params.c4_multislice.',
-    'c4_multislice.',
-    'tasks.lm.params.c4.',
-    'lm.c4.',
-    'paxml.',
-    '',
-  ):
-    assert experiment_registry.get(prefix + name) is cls
-  # The list has the experiment once.
-  names = [n for n in experiment_registry.get_all() if n.endswith(name)]
-  assert names == [experiment_registry.full_name(cls)]
-
-
-def test_the_arguments_of_pax():
-  register = experiment_registry.register
-  first = register(tags=['smoke'])(make('Mine', 'mine.a'))
-  assert experiment_registry.get('mine.a.Mine') is first
-  second = register(allow_overwrite=True)(make('Mine', 'mine.a'))
-  assert experiment_registry.get('mine.a.Mine') is second
+  del sys.modules['my_experiments']
+  path.write_text(OWN + OWN)
+  with pytest.raises(ValueError, match=r'my_experiments\.Own'):
+    importlib.import_module('my_experiments')
+  with pytest.raises(experiment_registry.UnknownError):
+    experiment_registry.get('my_other_experiments.Own2')
 
 
 def test_an_unknown_name_gets_the_nearest_first():
@@ -119,22 +102,6 @@ def test_an_unknown_name_gets_the_nearest_first():
     experiment_registry.get('tasks.lm.params.c4.C4Spmd1BAdam4Replica')
   for name in experiment_registry.get_all():
     assert experiment_registry.short_name(name) in str(e.value)
-
-
-def test_a_module_elsewhere_is_imported_by_its_name(monkeypatch, tmp_path):
-  (tmp_path / 'my_experiments.py').write_text(
-    'from examples.pax import base_experiment, experiment_registry\n'
-    '@experiment_registry.register\n'
-    'class Own(base_experiment.BaseExperiment):\n'
-    '  datasets = task = None\n'
-  )
-  monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(sys, 'dont_write_bytecode', True)
-  own = experiment_registry.get('my_experiments.Own')
-  assert own.__module__ == 'my_experiments'
-  assert isinstance(sys.modules.pop('my_experiments'), types.ModuleType)
-  with pytest.raises(experiment_registry.UnknownError):
-    experiment_registry.get('my_other_experiments.Own2')
 
 
 def test_constants_are_names_in_capitals_and_those_of_parents():

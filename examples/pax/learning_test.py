@@ -37,8 +37,14 @@ class Last:
     self.scalars = jax.device_get(dict(scalars))
 
 
-def _train_and_eval(config):
+def _train_and_eval(name, steps=None, constants=None, **keys):
   """Returns the trained experiment and its last evaluation."""
+  config = config_lib.get_config(name)
+  config.checkpointer = 'memory'
+  config.training_steps = steps or config.training_steps
+  config.update(keys)
+  config.experiment_kwargs.config.constants.update(constants or {})
+  config = config.copy_and_resolve_references()
   made, last = {}, Last()
 
   def make(mode, init_rng, config, run_config):
@@ -52,61 +58,41 @@ def _train_and_eval(config):
   return made['train'], last.scalars
 
 
-def _config(name, **keys):
-  config = config_lib.get_config(name)
-  config.checkpointer = 'memory'
-  config.update(keys)
-  return config.copy_and_resolve_references()
-
-
-def _nats_without_the_source(min_length, max_length, num_symbols):
-  """Returns the best possible loss without seeing the sources."""
-  lengths = np.arange(min_length, max_length + 1)
-  nats = lengths.mean() * math.log(num_symbols) + math.log(len(lengths))
-  return nats / (lengths + 1).mean()  # Counts the stop token, too.
-
-
 @pytest.mark.process
 def test_an_encoder_decoder_uses_its_source():
-  config = _config('ReverseEncoderDecoder', training_steps=150)
-  config.log_train_data_interval = 150
-  config.experiment_kwargs.config.constants.update(
-    {
-      'NUM_LAYERS': 1,
-      'MODEL_DIMS': 32,
-      'HIDDEN_DIMS': 64,
-      'NUM_HEADS': 2,
-      'MAX_LENGTH': 3,
-      'VOCAB_SIZE': 6,
-      'LEARNING_RATE': 1e-2,
-      'LR_WARMUP_STEPS': 10,
-      'EVAL_EXAMPLES': 64,
-    }
-  )
-  last = Last()
-  checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  train.train(experiment.Experiment, config, checkpointer, last)
-  assert last.scalars['log_pplx'] < 0.3 * _nats_without_the_source(1, 3, 4)
+  constants = {
+    'NUM_LAYERS': 1,
+    'MODEL_DIMS': 32,
+    'HIDDEN_DIMS': 64,
+    'NUM_HEADS': 2,
+    'MAX_LENGTH': 3,
+    'VOCAB_SIZE': 6,
+    'LEARNING_RATE': 1e-2,
+    'LR_WARMUP_STEPS': 10,
+    'EVAL_EXAMPLES': 64,
+  }
+  _, scalars = _train_and_eval('ReverseEncoderDecoder', 150, constants)
+  # The best loss without the source: one of 4 symbols, and one of 3 lengths.
+  blind = (2 * math.log(4) + math.log(3)) / 3
+  assert scalars['log_pplx'] < 0.3 * blind
 
 
 @pytest.mark.process
 def test_a_model_with_products_in_fp8_learns_and_keeps_its_scales():
   pytest.importorskip('flax')
-  config = _config('LmCloudSpmd2BLimitSteps:reduced', training_steps=6)
-  config.log_train_data_interval = 1
-  config.experiment_kwargs.config.constants.update(
-    {
-      'NUM_LAYERS': 2,
-      'MODEL_DIMS': 16,
-      'HIDDEN_DIMS': 32,
-      'NUM_HEADS': 2,
-      'DIMS_PER_HEAD': 8,
-      'MAX_SEQ_LEN': 8,
-      'USE_FP8': True,
-      'LR_WARMUP_STEPS': 1,
-    }
+  constants = {
+    'NUM_LAYERS': 2,
+    'MODEL_DIMS': 16,
+    'HIDDEN_DIMS': 32,
+    'NUM_HEADS': 2,
+    'DIMS_PER_HEAD': 8,
+    'MAX_SEQ_LEN': 8,
+    'USE_FP8': True,
+    'LR_WARMUP_STEPS': 1,
+  }
+  trained, scalars = _train_and_eval(
+    'LmCloudSpmd2BLimitSteps:reduced', 6, constants
   )
-  trained, scalars = _train_and_eval(config)
   assert scalars['log_pplx'] < 0.9 * math.log(256)  # All tokens are the same.
   scales = trained.state.model_state[sharded.OVERWRITE]
   # The scales cover the products of two layers.
@@ -117,7 +103,7 @@ def test_a_model_with_products_in_fp8_learns_and_keeps_its_scales():
   assert not any('fp8' in name for name in trained.task.weights)
 
 
-@pytest.mark.parametrize('steps', [1, 20, 750])
+@pytest.mark.parametrize('steps', [1, 750])
 def test_a_run_may_be_shorter_than_its_warm_up(steps):
   constants = {'MAX_STEPS': steps}
   made = sequences.ReverseEncoderDecoder.with_constants(constants)(1)
@@ -134,13 +120,12 @@ def test_a_run_may_be_shorter_than_its_warm_up(steps):
   'name', ['ReverseEncoderDecoder', 'CopyEncoderDecoder']
 )
 def test_sequences_come_out_as_they_should(name):
-  trained, scalars = _train_and_eval(_config(name))
+  trained, scalars = _train_and_eval(name)
   assert scalars['log_pplx'] < 0.01
   assert scalars['fraction_of_correct_next_step_preds'] > 0.995
 
   # Decode greedily from unseen sources.
-  source = trained.eval_input()
-  batch = next(source)
+  batch = next(trained.eval_input())
   rows = len(batch.src.ids)
   begun = {
     'src': batch.src,
@@ -153,18 +138,9 @@ def test_sequences_come_out_as_they_should(name):
   decoded = jax.jit(trained.in_mesh(trained.task.decode))(
     state.params, state.model_state, begun
   )
-  lengths_B = batch.tgt.weights.sum(axis=1)
-  exact = [
-    length == expected and np.array_equal(ids[:length], labels[:length])
-    for ids, length, labels, expected in zip(
-      np.asarray(decoded.ids)[:, 0],
-      np.asarray(decoded.lengths)[:, 0],
-      batch.tgt.labels,
-      lengths_B,
-      strict=True,
-    )
-  ]
-  assert np.mean(exact) > 0.95
+  labels_BL = batch.tgt.labels
+  ids_BL = np.asarray(decoded.ids)[:, 0, : labels_BL.shape[1]]  # Padded with 0.
+  assert np.mean((ids_BL == labels_BL).all(axis=1)) > 0.95
 
 
 @pytest.mark.slow
@@ -182,5 +158,12 @@ def test_language_models_learn_the_bundled_corpus(name, most):
 
   A model that only counts bytes has 3.25, and gzip -9 needs 1.33.
   """
-  _, scalars = _train_and_eval(_config(f'{name}:reduced', data='stdlib'))
+  _, scalars = _train_and_eval(f'{name}:reduced', data='stdlib')
   assert scalars['log_pplx'] < most
+
+
+@pytest.mark.slow
+def test_resnet_learns_digits():
+  pytest.importorskip('sklearn')
+  _, scalars = _train_and_eval('ResNet50Pjit:reduced')
+  assert scalars['accuracy'] > 0.97

@@ -8,12 +8,11 @@ r"""Checkpoint loading rules: start a new run from the weights of an old one.
       ),
     }
 
-`examples.pax.config` converts the rules to `config.restore_from` and
-`config.restore_rules`. In the rules, a weight is called `params/NAME`, and a
-non-trainable variable, such as a moving mean, `non_trainable/NAME`. If the old
-run keeps moving averages, its sources include `ema/params/NAME` and
-`ema/non_trainable/NAME`. `python -m jaxline.checkpoint show runs/a` lists the
-arrays of a checkpoint.
+They become `config.restore_from` and `config.restore_rules`. A weight is called
+`params/NAME`, and a non-trainable variable, such as a moving mean,
+`non_trainable/NAME`. If the old run keeps moving averages, its sources include
+`ema/params/NAME` and `ema/non_trainable/NAME`. `python -m jaxline.checkpoint
+show runs/a` lists the arrays of a checkpoint.
 
 Moving averages of the new run start with the values of their variables.
 
@@ -77,13 +76,7 @@ def restore_keys(
 ) -> tuple[str, tuple[Rule, ...]]:
   """Returns the values of `config.restore_from` and `config.restore_rules`.
 
-  Args:
-    rules: Path of a run, a series or a checkpoint (see
-      `jaxline.checkpoint.inspection`) -> rules. One entry.
-
-  Raises:
-    UsageError: There is not exactly one entry, or a rule cannot be expressed by
-      these keys.
+  `rules` has one entry: path of a run, a series or a checkpoint -> its rules.
   """
   if len(rules) != 1:
     raise errors.UsageError(

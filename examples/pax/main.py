@@ -78,10 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _drop_gone_flags(arguments: list[str]) -> list[str]:
-  """Drops arguments that have no effect here, with a notice.
-
-  Also removes flags from the environment that libtpu no longer has.
-  """
+  """Drops Pax's flags, also of the environment, that are gone; says so."""
   kept = [x for x in arguments if not _PMAP_USE_TENSORSTORE.match(x)]
   if kept != arguments:
     print(
@@ -102,20 +99,12 @@ def _drop_gone_flags(arguments: list[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs a command line.
-
-  Args:
-    argv: Arguments, without the program's name.
-  """
+  """Runs a command line: `argv` has no name of the program."""
   parser = _parser()
   args, others = parser.parse_known_args(argv)
   names = map(experiment_registry.short_name, experiment_registry.get_all())
   if args.list:
-    try:
-      print('\n'.join(names), flush=True)
-    except BrokenPipeError:
-      # The reader, such as `head`, is done. Discard the rest of the output.
-      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print('\n'.join(names))
     return
   if args.exp is None:
     parser.error('\n  '.join(['Choose an experiment with --exp:', *names]))
@@ -176,10 +165,10 @@ def _joined(arguments: Sequence[str]) -> list[str]:
   """Returns `--flag=value` for each `--flag value`."""
   joined: list[str] = []
   for argument in arguments:
-    if not argument.startswith('--') and joined:
-      joined[-1] += f'={argument}'
-    else:
+    if argument.startswith('--') or not joined:
       joined.append(argument)
+    else:
+      joined[-1] += f'={argument}'
   return joined
 
 

@@ -1,8 +1,8 @@
 """Optax optimizers with the hyperparameters of Praxis.
 
 This module adds the features in which Pax differs from Optax: it caps an
-update's root mean square, the weight decay follows the learning rate, and each
-layer of a stacked weight is treated as a separate tensor.
+update's root mean square, and treats each layer of a stacked weight as a
+separate tensor.
 
 Weights are a tree of dicts. A weight's name is its path, such as
 'lm/transformer/ff/w'. Regular expressions match from the start of a name
@@ -18,7 +18,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 import functools
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +31,11 @@ from jaxline.base import keys
 __getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 
 Regexes = str | Sequence[str]
-# Maps a weight's name to its number of leading axes of repeated layers.
 NumStacked = Callable[[str], int]
-# Tells from its name if a weight has neither L2 nor `decoupled_weight_decay`.
 SkipsLp = Callable[[str], bool]
-# Fields of an optimizer that the learner applies.
-CLIPS = 'clip_gradient_norm_to_value', 'clip_gradient_single_norm_to_value'
 _NOT_NEGATIVE = keys.optional(keys.number(min=0))
 # Steps of an `optax.chain`.
 Transformations = list[optax.GradientTransformation]
-
-
-def not_stacked(name: str) -> int:
-  """Returns 0: the weight is not stacked."""
-  del name
-  return 0
 
 
 def map_with_names(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -68,12 +58,7 @@ class Pattern:
   """A set of regular expressions that selects weights by name."""
 
   def __init__(self, field: str, regexes: Regexes):
-    """Compiles the expressions.
-
-    Args:
-      field: Name of the field that holds them, for messages.
-      regexes: One or several expressions. A name must match one of them.
-    """
+    """Compiles one or several expressions, those of `field` in messages."""
     self.field = field
     regexes = [regexes] if isinstance(regexes, str) else list(regexes)
     self.regexes = []
@@ -109,14 +94,9 @@ class Pattern:
 def ema_update(ema: Any, params: Any, step: Any, decay: float) -> Any:
   """Returns the exponential moving average of weights after a step.
 
-  As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), so
-  the average soon forgets the initial weights. Integers are not averaged.
-
-  Args:
-    ema: Tree of the averages so far. At step 0, the initial weights.
-    params: Tree of the new values.
-    step: Number of updates of `ema` so far, an int32 scalar.
-    decay: Decay, between 0 and 1.
+  As in Pax and TensorFlow, the decay is at most (1 + step) / (10 + step), where
+  `step` counts the earlier updates of `ema`, so the average soon forgets the
+  initial weights. Integers are not averaged.
   """
   step = jnp.asarray(step).astype(jnp.float32)
   new = 1.0 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
@@ -141,29 +121,16 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
       added to the clipped gradient.
     skip_lp_1d_vectors: Whether L2 skips weights with at most one axis, such as
       biases.
-    decoupled_weight_decay: Weight decay coefficient. Each step subtracts the
-      learning rate times this times the weight (Loshchilov and Hutter, 2019).
-    weight_decay_exclusion: Regular expressions for the names of weights without
-      L2 and decay.
     clip_gradient_norm_to_value: Maximum norm of all gradients together. The
       learner clips.
-    clip_gradient_single_norm_to_value: Maximum norm of each gradient. A stack
-      of layers counts as one gradient.
     ema_decay: Decay of the moving average of weights; see `ema_update`.
-    excluded: `weight_decay_exclusion`, compiled. Each expression must match a
-      weight.
   """
 
-  # Fields with a weight decay that follows the learning rate.
-  _DECAYS: ClassVar[tuple[str, ...]] = ('decoupled_weight_decay',)
-  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
   _PARTS = {'lr_schedule': schedules.BaseSchedule}
   _CHECKS = {
     'learning_rate': keys.number(min=0),
     'l2_regularizer_weight': _NOT_NEGATIVE,
-    'decoupled_weight_decay': _NOT_NEGATIVE,
     'clip_gradient_norm_to_value': _NOT_NEGATIVE,
-    'clip_gradient_single_norm_to_value': _NOT_NEGATIVE,
     'ema_decay': keys.number(min=0, below=1),
   }
 
@@ -171,18 +138,8 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
   lr_schedule: Any = hparams_lib.sub_config_field(schedules.Constant.HParams)
   l2_regularizer_weight: float | None = None
   skip_lp_1d_vectors: bool = False
-  decoupled_weight_decay: float | None = None
-  weight_decay_exclusion: Regexes = ()
   clip_gradient_norm_to_value: float = 0.0
-  clip_gradient_single_norm_to_value: float = 0.0
   ema_decay: float = 0.0
-
-  def __init__(self, hparams: Any):
-    super().__init__(hparams)
-    self.excluded = Pattern(
-      f'{type(self).__name__}.weight_decay_exclusion',
-      hparams.weight_decay_exclusion,
-    )
 
   def get_learning_rate(self, step: Any) -> jax.Array:
     """Returns the learning rate at a step, a float32 scalar."""
@@ -190,50 +147,43 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
 
   def make(
     self,
-    num_stacked: NumStacked = not_stacked,
+    num_stacked: NumStacked = lambda name: 0,
     skips_lp: SkipsLp = lambda name: False,
   ) -> optax.GradientTransformation:
     """Returns the transformation, without the learner's clipping and skipping.
 
     Args:
       num_stacked: Maps a weight's name to its number of leading axes of layers.
-        Each layer is a separate tensor, as in Praxis, which maps the optimizer
-        over these axes: the root mean square of its update is capped
-        separately, and a stack of vectors counts as vectors.
-      skips_lp: Tells from its name if a weight has neither L2 nor
-        `decoupled_weight_decay`. `Adam.weight_decay` still applies. In Praxis,
-        these are the weights of the collection SKIP_LP_REGULARIZATION.
+        As in Praxis, each layer is a separate tensor: the root mean square of
+        its update is capped by itself, and a stack of vectors has vectors.
+      skips_lp: Tells from its name if a weight has no L2. In Praxis, these are
+        the weights of the collection SKIP_LP_REGULARIZATION.
     """
-    p = self.hparams
-    weight_decay = sum(getattr(p, field) or 0.0 for field in self._DECAYS)
+    p, weight_decay = self.hparams, self._weight_decay()
 
-    def mask(tree: Any, is_lp: bool, skip_vectors: bool = False) -> Any:
-      return map_with_names(
-        lambda name, x: (
-          not (
-            self.excluded.fits(name)
-            or (is_lp and skips_lp(name))
-            or (skip_vectors and x.ndim - num_stacked(name) <= 1)
-          )
-        ),
-        tree,
-      )
+    def has_l2(name: str, x: Any) -> bool:
+      is_vector = x.ndim - num_stacked(name) <= 1
+      return not (skips_lp(name) or (p.skip_lp_1d_vectors and is_vector))
 
-    regularizer = optax.add_decayed_weights(
-      p.l2_regularizer_weight or 0.0,
-      functools.partial(mask, is_lp=True, skip_vectors=p.skip_lp_1d_vectors),
-    )
-    decay = optax.add_decayed_weights(
-      lambda step: weight_decay * self.get_learning_rate(step),
-      functools.partial(mask, is_lp=bool(p.decoupled_weight_decay)),
-    )
     rate = optax.scale_by_learning_rate(self.get_learning_rate, flip_sign=False)
     steps = [*self._directions(num_stacked), rate, optax.scale(-1.0)]
     if p.l2_regularizer_weight:
-      steps.insert(0, regularizer)
+      l2 = optax.add_decayed_weights(
+        p.l2_regularizer_weight, functools.partial(map_with_names, has_l2)
+      )
+      steps.insert(0, l2)
     if weight_decay:
+      decay = optax.add_decayed_weights(
+        lambda step: weight_decay * self.get_learning_rate(step),
+        # Without a mask, the state would have other names in checkpoints.
+        functools.partial(map_with_names, lambda *unused: True),
+      )
       steps.insert(-1, decay)
     return optax.chain(*steps)
+
+  def _weight_decay(self) -> float:
+    """Returns the weight decay, a multiple of the learning rate."""
+    return 0.0
 
   @abc.abstractmethod
   def _directions(self, num_stacked: NumStacked) -> Transformations:
@@ -280,12 +230,11 @@ class Adam(BaseOptimizer):
     epsilon_root: Small constant, added under the root.
     clip_threshold: Maximum root mean square of an update, before weight decay
       and learning rate. If 0, there is no limit.
-    weight_decay: Like `decoupled_weight_decay`, but for all weights, including
-      the collection SKIP_LP_REGULARIZATION.
+    weight_decay: Weight decay of all weights. Each step subtracts the learning
+      rate times this times the weight (Loshchilov and Hutter, 2019).
   """
 
-  _DECAYS = ('weight_decay', 'decoupled_weight_decay')
-  _EXCLUSIVE = (CLIPS, ('l2_regularizer_weight', *_DECAYS))
+  _EXCLUSIVE = (('l2_regularizer_weight', 'weight_decay'),)
   _CHECKS = {**BaseOptimizer._CHECKS, 'weight_decay': _NOT_NEGATIVE}
 
   beta1: float = 0.9
@@ -301,6 +250,9 @@ class Adam(BaseOptimizer):
       optax.scale_by_adam(p.beta1, p.beta2, p.epsilon, p.epsilon_root),
       *([_cap_rms(p.clip_threshold, num_stacked)] if p.clip_threshold else []),
     ]
+
+  def _weight_decay(self) -> float:
+    return self.hparams.weight_decay or 0.0
 
 
 class OptaxOptimizer(BaseOptimizer):
@@ -325,18 +277,14 @@ class OptaxOptimizer(BaseOptimizer):
     return [self.hparams.grad_tx, optax.scale(-1.0)]
 
 
-def _rms(x: jax.Array, num_stacked: int) -> jax.Array:
-  """Returns the root mean square of each layer's tensor, with kept axes."""
-  axes = tuple(range(num_stacked, x.ndim))
-  return jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
-
-
 def _cap_rms(
   threshold: float, num_stacked: NumStacked
 ) -> optax.GradientTransformation:
   """Scales each tensor down to a root mean square of at most `threshold`."""
 
   def cap(name: str, x: jax.Array) -> jax.Array:
-    return x / jnp.maximum(_rms(x, num_stacked(name)) / threshold, 1.0)
+    axes = tuple(range(num_stacked(name), x.ndim))
+    rms = jnp.sqrt(jnp.mean(jnp.square(x), axes, keepdims=True))
+    return x / jnp.maximum(rms / threshold, 1.0)
 
   return optax.stateless(lambda updates, _: map_with_names(cap, updates))

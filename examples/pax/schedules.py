@@ -20,7 +20,6 @@ from jaxline.base import keys
 __getattr__ = hparams_lib.refuse_names_of_pax(__name__)
 
 _POSITIVE = keys.number(above=0)
-_NOT_NEGATIVE = keys.number(min=0)
 
 
 class BaseSchedule(hparams_lib.Configurable):
@@ -102,7 +101,7 @@ class LinearRampupExponentialDecay(_LinearRampup):
 class LinearRampupCosineDecay(_LinearRampup):
   """Rises linearly, and decays along half a cosine."""
 
-  _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': _NOT_NEGATIVE}
+  _CHECKS = {**_LinearRampup._CHECKS, 'min_ratio': keys.number(min=0)}
 
   def _decay(self, done: jax.Array) -> jax.Array:
     floor = self.hparams.min_ratio

@@ -25,7 +25,7 @@ SplitDims = Sequence[str | int | Sequence[str] | None] | None
 class WeightHParamsCollection(enum.Enum):
   """Collections that mark variables for special treatment."""
 
-  # Excludes a variable from L2 and from `decoupled_weight_decay`.
+  # Excludes a variable from L2.
   SKIP_LP_REGULARIZATION = 'skip_lp_regularization'
 
 

@@ -1,43 +1,45 @@
-"""The C4 corpus as a SeqIO task, read from local files.
+"""The C4 corpus as a SeqIO input, read from local files.
 
-  task = c4.c4_task(
-    train_files='/data/c4/en/c4-train.*.json.gz',
-    eval_files='/data/c4/en/c4-validation.*.json.gz',
+  train = c4.c4_input(
+    data_dir='/data/c4/en',
     vocabulary='/data/c4/sentencepiece.model',
+    batch_size=8,
+    length=1024,
+    is_training=True,
   )
-  train = c4.c4_input(task, batch_size=8, length=1024, is_training=True)
 
-The files are either the official ones, JSON with one document per line
-(`allenai/c4` on the Hugging Face hub, config `en`), or TFRecords of
-`tf.train.Example` (`c4/en` of TensorFlow Datasets). Both hold the document as
-`text`. The hosts divide the files among themselves.
+The files `c4-train.*` and `c4-validation.*` are either the official ones, JSON
+with one document per line (`allenai/c4` on the Hugging Face hub, config `en`),
+or TFRecords of `tf.train.Example` (`c4/en` of TensorFlow Datasets). Both hold
+the document as `text`. The hosts divide the files among themselves.
 
 As in Pax's C4 runs, thousands of documents at a time are tokenized, joined and
 cut into rows. Rows begin and end within a document. Only the last row of such a
 group is shorter, and packing puts several of these into one row. The documents
 of a row share a segment. Each document ends with the vocabulary's end token.
-Pax's documents have no end token, and its rows have no token before them. To
-get Pax's rows, give `append_eos=False` to `c4_task`, and give `c4_input` the
-`feature_converter`
-`LanguageModelFeatures(pack=True, reverse_bos_padding=True, eos_id=1)`.
+Pax's documents have no end token, and its rows have no token before them:
+`append_eos=False` makes such rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import functools
+import glob
 import hashlib
 import json
 import os
+import pathlib
 import re
 from typing import Any
 
-import jax
+from etils import epath
 import numpy as np
 
 from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import tfdata
 from jaxline import errors
+from jaxline.inputs import tokenization
 
 # Number of lines per call of the parser. Each call takes Python's lock once.
 _LINES_AT_ONCE = 64
@@ -45,143 +47,140 @@ _LINES_AT_ONCE = 64
 # The seed and the group size of Pax's C4 runs.
 SEED = 9876
 _DOCUMENTS_AT_ONCE = 4096
+# Rows. Pax's 100,000 take 400 MB per host for rows of 1024 tokens.
+_SHUFFLE_BUFFER_SIZE = 10_000
 
-Patterns = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+# Token that the model reads before the first token of a row, as in SeqIO.
+BOS_ID = 0
 
-
-def c4_task(
-  *,
-  train_files: Patterns | None = None,
-  eval_files: Patterns | None = None,
-  vocabulary: Any,
-  name: str = 'c4_lm',
-  append_eos: bool = True,
-  documents_at_once: int = _DOCUMENTS_AT_ONCE,
-  shuffle_buffer_size: int = 10_000,
-) -> Any:
-  """Makes a task with the splits 'train' and 'validation'.
-
-  Args:
-    train_files: Paths or globs of the training split, or None to leave it out.
-    eval_files: Paths or globs of the validation split, or None.
-    vocabulary: Path of a SentencePiece model whose token 0 is padding, or any
-      `seqio.Vocabulary`.
-    name: Name of the task. It is not registered, so give the task itself to
-      `SeqIOInput.mixture_or_task`.
-    append_eos: Whether each document ends with the vocabulary's end token.
-    documents_at_once: Number of documents that are joined before they are cut.
-    shuffle_buffer_size: Number of rows in the shuffle buffer. (Pax's 100,000
-      take 400 MB per host for rows of 1024 tokens.)
-
-  Returns:
-    A `seqio.Task` with the feature 'targets'.
-
-  Raises:
-    FileNotFoundError: A pattern matches no file.
-    ValueError: Files are neither JSON nor TFRecord, or there are none.
-  """
-  seqio = seqio_input.import_seqio()
-  patterns = {
-    split: [os.fspath(pattern) for pattern in jax.tree.leaves(given)]
-    for split, given in (('train', train_files), ('validation', eval_files))
-    if given is not None
-  }
-  files = [path for split in patterns for path in _find(split, patterns[split])]
-  readers = {_reader_of(path) for path in files}
-  if len(readers) != 1 or None in readers:
-    raise errors.UsageError(
-      f'train_files and eval_files contain {files[:2]}; expected files of a'
-      ' single kind, with names like .json, .jsonl, .json.gz, or like'
-      ' .tfrecord, .tfrecord-00000-of-01024.'
-    )
-  if isinstance(vocabulary, (str, os.PathLike)):
-    vocabulary = seqio.SentencePieceVocabulary(os.fspath(vocabulary))
-  return seqio.Task(
-    name,
-    source=seqio.FileDataSource(readers.pop(), patterns),
-    preprocessors=[
-      functools.partial(seqio.preprocessors.rekey, key_map={'targets': 'text'}),
-      functools.partial(
-        seqio.preprocessors.tokenize_and_append_eos
-        if append_eos
-        else seqio.preprocessors.tokenize,
-        copy_pretokenized=False,
-      ),
-      functools.partial(_concatenate, documents=documents_at_once),
-      _split,
-    ],
-    output_features={'targets': seqio.Feature(vocabulary, add_eos=append_eos)},
-    shuffle_buffer_size=shuffle_buffer_size,
-  )
+_GET_C4 = (
+  'Download C4 with `hf download allenai/c4 --repo-type=dataset'
+  " --include='en/*' --local-dir=DIR` (300 GB of JSON), or with `tfds build"
+  ' c4/en:3.0.1` (TFRecord). Then give the folder of the files `c4-train.*` and'
+  ' `c4-validation.*` with --config.data_dir=DIR/en, and a SentencePiece model'
+  ' with --config.vocabulary=FILE.model. Or train the same model on the bundled'
+  ' corpus with --config.data=stdlib.'
+)
 
 
 def c4_input(
-  task: Any, *, batch_size: int, length: int, is_training: bool, **fields: Any
+  *,
+  data_dir: str | None,
+  vocabulary: str | None,
+  batch_size: int,
+  length: int,
+  is_training: bool,
+  vocab_size: int | None = None,
+  eval_batches: int | None = None,
+  append_eos: bool = True,
+  documents_at_once: int = _DOCUMENTS_AT_ONCE,
+  **fields: Any,
 ) -> seqio_input.SeqIOInput:
-  """Makes the packed input of Pax's C4 runs, with their seed.
+  """Makes an input of packed rows of C4.
 
   Args:
-    task: Result of `c4_task`.
+    data_dir: Folder of the files. Any path that `etils.epath` can read, such as
+      'gs://...'.
+    vocabulary: Local file of a SentencePiece model whose token 0 is padding.
     batch_size: Rows of a host's batch.
     length: Tokens of a row.
-    is_training: Whether to read 'train'. If False, reads 'validation', one
-      epoch per evaluation.
-    **fields: Other fields of `SeqIOInput`. The task's `documents_at_once` and
-      vocabulary are added to `data_version`.
+    is_training: Whether to read the split 'train'. If False, 'validation'.
+    vocab_size: Vocabulary size of the model, which is checked.
+    eval_batches: Number of batches of an evaluation, which continues where the
+      last one ended. If None, one epoch.
+    append_eos: Whether documents end with the end token, and the model reads
+      `BOS_ID` before a row.
+    documents_at_once: Number of documents that are joined before they are cut.
+    **fields: Other fields of `SeqIOInput`. `data_version` gets what determines
+      the rows: the vocabulary, `append_eos` and `documents_at_once`.
 
-  Returns:
-    The input.
+  Raises:
+    ValueError: `data_dir` or `vocabulary` is None, the vocabulary is larger
+      than `vocab_size`, or the files are not all JSON or all TFRecord.
+    FileNotFoundError: The files or the vocabulary do not exist.
   """
-  version = [fields.pop('data_version', ''), *_describe(task)]
+  if data_dir is None or vocabulary is None:
+    raise errors.UsageError(
+      f'The data is C4, but data_dir is {data_dir!r} and vocabulary is'
+      f' {vocabulary!r}; expected paths. {_GET_C4}'
+    )
+  if not pathlib.Path(vocabulary).is_file():
+    raise errors.MissingFileError(
+      f'There is no vocabulary {vocabulary!r}. {_GET_C4}'
+    )
+  if vocab_size is not None:
+    check_vocabulary(tokenization.load_tokenizer(vocabulary), vocab_size)
+  split = 'train' if is_training else 'validation'
+  pattern = f'c4-{split}.*'
+  found = epath.Path(glob.escape(os.fspath(data_dir))).glob(pattern)
+  files = sorted(map(os.fspath, found))
+  if not files:
+    raise errors.MissingFileError(
+      f'No file matches {data_dir}/{pattern}. {_GET_C4}'
+    )
+  readers = {_reader_of(path) for path in files}
+  if len(readers) != 1 or None in readers:
+    raise errors.UsageError(
+      f'{data_dir}/{pattern} has {files[:2]}; expected files of a single kind,'
+      ' with names like .json, .jsonl, .json.gz, or like .tfrecord,'
+      ' .tfrecord-00000-of-01024.'
+    )
+  seqio = seqio_input.import_seqio()
+  tokens = seqio.SentencePieceVocabulary(vocabulary)
+  tokenize = (
+    seqio.preprocessors.tokenize_and_append_eos
+    if append_eos
+    else seqio.preprocessors.tokenize
+  )
+  task = seqio.Task(
+    'c4_lm',
+    source=seqio.FileDataSource(readers.pop(), {split: files}),
+    preprocessors=[
+      functools.partial(seqio.preprocessors.rekey, key_map={'targets': 'text'}),
+      functools.partial(tokenize, copy_pretokenized=False),
+      functools.partial(_concatenate, documents=documents_at_once),
+      _split,
+    ],
+    output_features={'targets': seqio.Feature(tokens, add_eos=append_eos)},
+    shuffle_buffer_size=_SHUFFLE_BUFFER_SIZE,
+  )
+  version = [
+    fields.pop('data_version', ''),
+    f'vocabulary={type(tokens).__name__}({tokens.vocab_size})',
+    # Hash the contents, because the path may change.
+    f'model_sha256={hashlib.sha256(tokens.sp_model).hexdigest()}',
+    '' if append_eos else 'append_eos=False',
+    f'documents_at_once={documents_at_once}',
+  ]
+  reads_epochs = not is_training and eval_batches is None
   defaults = {
-    'split_name': 'train' if is_training else 'validation',
-    'task_feature_lengths': {'targets': length},
-    'feature_converter': seqio_input.LanguageModelFeatures(pack=True),
+    'feature_converter': seqio_input.LanguageModelFeatures(
+      pack=True, reverse_bos_padding=not append_eos
+    ),
     'input_random_seed': SEED,
-    'reset_for_eval': not is_training,
-    'eval_loop_num_batches': 1 if is_training else None,
+    'reset_for_eval': reads_epochs,
+    'eval_loop_num_batches': None if reads_epochs else eval_batches or 1,
   }
   return seqio_input.SeqIOInput(
     mixture_or_task=task,
+    split_name=split,
     batch_size=batch_size,
     is_training=is_training,
+    task_feature_lengths={'targets': length},
     data_version=' '.join(filter(None, version)),
     **{**defaults, **fields},
   )
 
 
-def _describe(task: Any) -> list[str]:
-  """Describes the settings that turn a task's documents into rows."""
-  vocabulary = task.output_features['targets'].vocabulary
-  kind = type(vocabulary).__name__
-  described = [f'vocabulary={kind}({vocabulary.vocab_size})']
-  if isinstance(vocabulary, seqio_input.import_seqio().SentencePieceVocabulary):
-    # Hash the contents, because the path may change.
-    model = hashlib.sha256(vocabulary.sp_model).hexdigest()
-    described.append(f'model_sha256={model}')
-  if not task.output_features['targets'].add_eos:
-    described.append('append_eos=False')
-  for preprocessor in task.preprocessors:
-    if getattr(preprocessor, 'func', None) is _concatenate:
-      documents = preprocessor.keywords['documents']
-      described.append(f'documents_at_once={documents}')
-  return described
-
-
-def _find(split: str, patterns: list[str]) -> list[str]:
-  """Returns the paths of the files that match the patterns."""
-  tf = tfdata.import_tensorflow()
-  paths = []
-  for pattern in patterns:
-    found = tf.io.gfile.glob(pattern)
-    if not found:
-      argument = 'train_files' if split == 'train' else 'eval_files'
-      raise errors.MissingFileError(
-        f'No file matches {argument}={pattern!r}. To download C4, see'
-        ' docs/inputs.md.'
-      )
-    paths += found
-  return paths
+def check_vocabulary(
+  tokenizer: tokenization.Tokenizer, vocab_size: int
+) -> None:
+  """Raises a UsageError if a tokenizer has more tokens than the model."""
+  if tokenizer.vocab_size > vocab_size:
+    raise errors.UsageError(
+      f'The model has VOCAB_SIZE {vocab_size}; the tokenizer'
+      f' {tokenizer.identity} needs at least {tokenizer.vocab_size}.'
+    )
 
 
 def _reader_of(path: str) -> Any:

@@ -45,10 +45,10 @@ class LingvoInputAdaptor(base_input.BaseInput):
   `file_random_seed` 0, each host has a different random order. To evaluate on
   one epoch with several hosts, use `LingvoEvalAdaptor`.
 
-  Strings are dropped in training and with several hosts, because devices cannot
-  hold them. If the generator gives no `eval_sample_weights`, the adaptor adds
-  ones, float32 [B]. If it gives no `weights`, they equal these. Padding rows
-  have weight 0 under both names.
+  Strings are dropped in training and with several hosts: see
+  `tfdata.to_batch`. If the generator gives no `eval_sample_weights`, the
+  adaptor adds ones, float32 [B]. If it gives no `weights`, they equal these.
+  Padding rows have weight 0 under both names.
 
   Attributes:
     input: A generator, or its params. Only from params can the adaptor make the
@@ -59,15 +59,12 @@ class LingvoInputAdaptor(base_input.BaseInput):
     num_batches: Number of batches. If None, the generator decides.
     allow_fixed_file_random_seed: Whether `file_random_seed` may differ from 0.
       If it does, the index of the host is added to it.
-    cluster_do_eval: Whether Lingvo's cluster evaluates, which makes Lingvo's
-      generators read in order and only once. If None, `reset_for_eval`.
   """
 
   input: Any
   batch_size: int | None = None  # type: ignore[assignment]
   num_batches: int | None = None
   allow_fixed_file_random_seed: bool = False
-  cluster_do_eval: bool | None = None
 
   # Whether batches have the size that the generator gives them.
   _OWN_BATCH_SIZE: ClassVar[bool] = True
@@ -83,10 +80,6 @@ class LingvoInputAdaptor(base_input.BaseInput):
         ' LingvoInputAdaptorNewBatchSize to split its batches',
       )
     self.check_integer('num_batches', or_none=True)
-    if self.cluster_do_eval is None:
-      self.cluster_do_eval = self.reset_for_eval
-    if self.cluster_do_eval and self.is_training:
-      self.refuse('cluster_do_eval', 'False in training')
     self._generator: Any = self.input
     self._params: Any = None
     if hasattr(self.input, 'GetPreprocessedInputBatch'):
@@ -162,7 +155,8 @@ class LingvoInputAdaptor(base_input.BaseInput):
     if module is None:  # Making a Lingvo generator imports it.
       return None
     factory = importlib.import_module('lingvo.core.cluster_factory')
-    cluster = factory.SetEval(self.cluster_do_eval)
+    # In an evaluation, Lingvo's generators read in order and only once.
+    cluster = factory.SetEval(self.reset_for_eval)
     cluster.params.xla_device = 'tpu'  # Gives fixed shapes, which JAX needs.
     cluster.params.enable_asserts = False
     return module, cluster
@@ -185,31 +179,22 @@ class LingvoInputAdaptor(base_input.BaseInput):
       yield batch
 
   def get_next(self) -> base.Batch:
-    """Returns the next batch, arrays [b, ...].
-
-    Raises:
-      StopIteration: There were `num_batches`, or the generator has ended.
-    """
+    """Returns the next batch, arrays [b, ...]."""
     if self._given == self.num_batches:
       raise StopIteration
     try:
       batch = next(self._batches)
     except Exception as e:
       if not isinstance(e, StopIteration):
-        self._batches = (
-          self._read()
-        )  # After an error, a generator is at its end.
+        # After an error, a generator is at its end.
+        self._batches = self._read()
       raise
     self._given += 1
     self.batch_size = self.batch_size or base.num_rows(batch)
     return batch
 
   def reset(self) -> None:
-    """Makes the generator again from its params, or calls its `Reset()`.
-
-    Raises:
-      NotImplementedError: There are no params and no `Reset()`.
-    """
+    """Makes the generator again from its params, or calls its `Reset()`."""
     super().reset()
     if not self._given:
       return
@@ -228,15 +213,13 @@ class LingvoInputAdaptor(base_input.BaseInput):
   def ids_to_strings(
     self, ids: np.ndarray, lengths: np.ndarray, key: str | None = None
   ) -> list[str]:
-    """Returns the text of token ids [B, L], decoded by the generator."""
     if not hasattr(self._generator, 'IdsToStrings'):
       return super().ids_to_strings(ids, lengths, key)
     with self._scope():
       strings = self._generator.IdsToStrings(
         np.asarray(ids, np.int32), np.asarray(lengths, np.int32), key
       )
-    if hasattr(strings, 'numpy'):
-      strings = strings.numpy()
+    strings = getattr(strings, 'numpy', lambda: strings)()
     return [
       s.decode(errors='replace') if isinstance(s, bytes) else str(s)
       for s in np.asarray(strings).tolist()
@@ -248,11 +231,8 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
   """Splits the batches of a generator into smaller ones.
 
   Use it for generators that need a large batch, for example because they pack a
-  fixed number of examples into a row.
-
-  Attributes:
-    batch_size: B, a divisor of the generator's b.
-    num_batches: Number of batches after splitting.
+  fixed number of examples into a row. `batch_size` is B, a divisor of the
+  generator's b.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False
@@ -273,15 +253,10 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
 class LingvoEvalAdaptor(LingvoInputAdaptor):
   """Divides one epoch of a generator's examples among the hosts.
 
-  Every host reads all examples in the same order and keeps B of each
-  B * num_infeed_hosts. To get the same order, the generator sees one host, and
-  its `file_random_seed` does not change. All hosts end after the same number of
-  batches, of which the last is padded.
-
-  Attributes:
-    batch_size: B. The generator's batches may have any size.
-    reset_for_eval: Must be True.
-    num_batches: Number of batches that this input gives.
+  Every host reads all examples in the same order and keeps B, the `batch_size`,
+  of each B * num_infeed_hosts. To get the same order, the generator sees one
+  host, and its `file_random_seed` does not change. All hosts end after the same
+  number of batches, of which the last is padded. `reset_for_eval` must be True.
   """
 
   _OWN_BATCH_SIZE: ClassVar[bool] = False

@@ -13,8 +13,7 @@ the cost of a position.
 
 - A task that repeats is rebuilt each epoch with a different seed.
 - A mixture that repeats has no epochs: SeqIO repeats each task separately to
-  maintain the rates. A resumed run reads everything from the beginning of the
-  run.
+  maintain the rates, and a resumed run reads from the beginning of the run.
 - With `reset_for_eval`, the tasks of a mixture are evaluated one after the
   other, on one epoch each, regardless of the rates.
 
@@ -52,8 +51,7 @@ import numpy as np
 
 from examples.pax.inputs import tfdata
 
-# Entries that identify the example of a row: the index of the part, the number
-# of parts, and the example's index within the part, or -1 for a padding row.
+# Index of the part, number of parts, and the example's index within the part.
 SHARD_KEY = '_seqio_shard'
 NUM_SHARDS_KEY = '_seqio_num_shards'
 INDEX_KEY = '_seqio_index_within_shard'
@@ -111,14 +109,12 @@ class LanguageModelFeatures:
   reverse_bos_padding: bool = False
   eos_id: int = 1
 
-  def __call__(
-    self, dataset: Any, task_feature_lengths: Mapping[str, int]
-  ) -> Any:
+  def __call__(self, dataset: Any, lengths: Mapping[str, int]) -> Any:
     """Converts a dataset of examples to one of rows."""
     convert = import_seqio().DecoderFeatureConverter(
       loss_on_targets_only=True, pack=self.pack, bos_id=self.bos_id
     )
-    return convert(dataset, task_feature_lengths).map(self._entries)
+    return convert(dataset, lengths).map(self._entries)
 
   def _entries(self, row: Mapping[str, Any]) -> dict[str, Any]:
     tf = tfdata.import_tensorflow()
@@ -155,22 +151,18 @@ class EncoderDecoderFeatures:
   pack: bool
   bos_id: int = 0
 
-  def __call__(
-    self, dataset: Any, task_feature_lengths: Mapping[str, int]
-  ) -> Any:
+  def __call__(self, dataset: Any, lengths: Mapping[str, int]) -> Any:
     """Converts a dataset of examples to one of rows."""
     convert = import_seqio().EncDecFeatureConverter(
       pack=self.pack, bos_id=self.bos_id
     )
 
     def entries(row: Mapping[str, Any]) -> dict[str, Any]:
-      src = {
-        'ids': row['encoder_input_tokens'],
-        **_segments(row, 'encoder', row['encoder_input_tokens']),
-      }
+      ids = row['encoder_input_tokens']
+      src = {'ids': ids, **_segments(row, 'encoder', ids)}
       return {'src': src, 'tgt': _decoder_entries(row)}
 
-    return convert(dataset, task_feature_lengths).map(entries)
+    return convert(dataset, lengths).map(entries)
 
 
 def _decoder_entries(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,16 +390,9 @@ class SeqIOInput(tfdata.EpochInput):
     return texts
 
   def example_ids(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids of a batch's examples, for `compute_metrics`.
+    """Returns the entries `ID_KEYS` of a batch, int32 [B].
 
-    Args:
-      batch: A batch from `eval_batches`, or an earlier result of this method.
-
-    Returns:
-      The entries `ID_KEYS` of the batch, int32 [B]. Padding rows have index -1.
-
-    Raises:
-      ValueError: The batch has no ids.
+    Raises a ValueError if a batch has none.
     """
     if not set(ID_KEYS) <= set(batch):
       raise ValueError(
@@ -428,10 +413,9 @@ class SeqIOInput(tfdata.EpochInput):
     Requires `reset_for_eval=True` and a converter that does not pack.
 
     The id of a row joins each output to its example, so neither the order nor
-    the number of hosts matters. Padding rows are ignored. If several rows have
-    the same id, the first one is used. If outputs of one kind are not given,
-    the metrics that need them are left out. Process 0 reads the examples of all
-    hosts for this purpose, and keeps them.
+    the number of hosts matters. Padding rows and repeated ids are ignored. If
+    outputs of one kind are not given, the metrics that need them are left out.
+    Process 0 reads and keeps the examples of all hosts.
 
     Args:
       predict_outputs: Pairs for each batch, gathered from all hosts: its
@@ -441,8 +425,7 @@ class SeqIOInput(tfdata.EpochInput):
       score_outputs: Pairs like `predict_outputs`, with scores [B].
 
     Returns:
-      Name of the task -> name of the metric -> value, a number or another
-      result of the task's metric functions. {} in all processes but process 0.
+      Task -> metric -> value. {} in all processes but process 0.
 
     Raises:
       ValueError: The outputs do not match the examples one to one, or rows have
@@ -521,10 +504,7 @@ def _task_metrics(
 ) -> dict[str, Any]:
   """Computes the metrics of a task with SeqIO's metric objects.
 
-  Args:
-    task: A `seqio.Task`.
-    examples: The N examples of the task.
-    outputs_of: 'predict' or 'score' -> arrays [N, ...], or pairs of them.
+  `outputs_of` is 'predict' or 'score' -> arrays [N, ...], or pairs of them.
   """
   metrics_lib = import_seqio().metrics
   result: dict[str, Any] = {}

@@ -22,9 +22,9 @@ class SyntheticInput(base_input.Configured, indexed.IndexedInput):
 
   With `length`, a batch for a language model: `ids` and `labels`, int32 [b, L],
   `weights` of 1 and `paddings` of 0, float32 [b, L], `segment_ids` of 1 and
-  `segment_pos` from 0 to L - 1, int32 [b, L]. With the kind 'random', ids are
-  uniform, and labels are the ids that follow. With 'ones', the data of Pax's
-  LmCloud experiments, both are 1.
+  `segment_pos`, int32 [b, L]. With the kind 'random', ids are uniform, and
+  labels are the ids that follow. With 'ones', the data of Pax's LmCloud
+  experiments, both are 1.
 
   With `spec`, a batch with every entry that it names. The values are 1, or with
   the kind 'random' standard normal floats and uniform integers.
@@ -64,13 +64,8 @@ class SyntheticInput(base_input.Configured, indexed.IndexedInput):
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    return {
-      'kind': self.kind,
-      'vocab_size': self.vocab_size,
-      'spec': {
-        k: [list(shape), d.name] for k, (shape, d) in self._spec.items()
-      },
-    }
+    spec = {k: [list(shape), d.name] for k, (shape, d) in self._spec.items()}
+    return {'kind': self.kind, 'vocab_size': self.vocab_size, 'spec': spec}
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     batch = {

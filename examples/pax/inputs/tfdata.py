@@ -11,10 +11,10 @@ repeats the epoch:
     dataset=squares, batch_size=8, is_training=True, shuffle_buffer_size=100
   )
 
-With `TfDataInput`, every host runs the pipeline for all records and keeps its
-rows of each global batch, so you can resume a run on a different number of
-hosts. With `ShardedTfDataInput`, the function returns a separate part for each
-host, so a position is valid only for the same host of the same number of hosts.
+With `TfDataInput`, every host runs the whole pipeline and keeps its rows of
+each global batch, so you can resume a run on a different number of hosts. With
+`ShardedTfDataInput`, the function returns a separate part for each host, so a
+position is valid only for the same host of the same number of hosts.
 
 A position is an epoch and the number of its records read so far. To reach a
 position, the input rebuilds the epoch from its seed and reads up to it.
@@ -82,10 +82,7 @@ def derive_seed(seed: int, epoch: int) -> int:
 def build(
   seed: int, make: Callable[[int], Any], op_determinism: bool = True
 ) -> Any:
-  """Returns `make(seed)`, with the seed as TensorFlow's global seed.
-
-  If `op_determinism`, turns op determinism on for good.
-  """
+  """Returns `make(seed)`, with the seed as TensorFlow's global seed."""
   with _building:
     import_tensorflow().random.set_seed(seed)
     # Set the seed first, because with determinism but no global seed, random
@@ -99,12 +96,8 @@ def build(
 class EpochInput(base_input.Configured, base.ResumableInput):
   """Reads datasets of one epoch each, which a subclass builds.
 
-  If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts, and each
-  host keeps its rows of each global batch. Otherwise, a dataset has the records
-  of one host.
-
-  Attributes:
-    op_determinism: Whether to make TensorFlow deterministic.
+  If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts. Otherwise,
+  it has those of one host. `op_determinism` makes TensorFlow deterministic.
   """
 
   op_determinism: bool = True
@@ -116,25 +109,16 @@ class EpochInput(base_input.Configured, base.ResumableInput):
     super().__post_init__()
     import_tensorflow()
 
-  # Methods that a subclass overrides.
-
   @abc.abstractmethod
   def epoch_dataset(self, seed: int, host_index: int) -> Any:
-    """Returns one epoch as a `tf.data.Dataset` of records.
+    """Returns an epoch as a dataset of dicts of tensors of fixed shapes.
 
-    Args:
-      seed: Seed of the epoch.
-      host_index: Host whose part to return, if a dataset is for one host.
-
-    Returns:
-      A dataset of dicts of tensors of fixed shapes.
+    `host_index` is the host whose part to return, if a dataset is for one host.
     """
 
   def epoch_seed(self, epoch: int) -> int:
     """Returns the seed of an epoch."""
     return derive_seed(self.seed(), epoch)
-
-  # The contract of `BaseInput`.
 
   def read_from(
     self, position: dict[str, int]

@@ -1,9 +1,11 @@
 """Tests of tf.data inputs: uneven parts, ends of epochs, determinism.
 
-`tests/promises/test_inputs.py` has the promises that all inputs share.
+`tests/promises/test_inputs.py` has the promises that all inputs share, and
+`lingvo_test.py` tests which tensors become batches.
 """
 
 import itertools
+import os
 import time
 
 import numpy as np
@@ -19,19 +21,13 @@ ONE_EPOCH = {'reset_for_eval': True, 'eval_loop_num_batches': None}
 
 def numbers(count):
   """Returns a function that gives {'x': 0}, ..., {'x': count - 1}."""
-
-  def dataset(seed):
-    del seed
-    return tf.data.Dataset.range(count).map(lambda x: {'x': x})
-
-  return dataset
+  return lambda seed: tf.data.Dataset.range(count).map(lambda x: {'x': x})
 
 
 def parts(*sizes):
   """Returns a function that gives host h sizes[h] numbers from 100 h on."""
 
   def dataset(seed, host_index, num_hosts):
-    del seed
     assert num_hosts == len(sizes)
     # tf.data does not know the number of records after a filter.
     return (
@@ -79,18 +75,19 @@ def test_shuffling_gives_each_epoch_an_order_of_its_own():
       is_training=True,
       **fields,
     )
-    rows = list(itertools.chain(*read(inputs, 9)))
-    return [rows[:12], rows[12:24], rows[24:]]
+    rows = list(itertools.chain(*read(inputs, 6)))
+    return rows[:12], rows[12:]
 
-  epochs = orders(1)
-  assert [sorted(epoch) for epoch in epochs] == [list(range(12))] * 3
-  assert len({tuple(epoch) for epoch in epochs}) == 3
+  first, second = epochs = orders(1)
+  assert sorted(first) == sorted(second) == list(range(12))
+  assert first != second
   assert orders(2) == epochs
   assert orders(1, input_random_seed=1) != epochs
 
 
-@pytest.mark.parametrize(('sizes', 'num_batches'), [((5,), 3), ((2, 7, 0), 4)])
-def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
+def test_one_epoch_of_parts_ends_with_the_largest():
+  sizes = (2, 7, 0)
+
   def make():
     return hosts(
       len(sizes),
@@ -101,8 +98,7 @@ def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
     )
 
   for host, (source, size) in enumerate(zip(make(), sizes, strict=True)):
-    rows = [(100 * host + i, 1) for i in range(size)]
-    rows += [(0, 0)] * (2 * num_batches - size)
+    rows = [(100 * host + i, 1) for i in range(size)] + [(0, 0)] * (8 - size)
     states = [source.get_state()]
     for _ in range(2):
       batches = []
@@ -110,10 +106,10 @@ def test_one_epoch_of_parts_ends_with_the_largest(sizes, num_batches):
         batches += zip(batch['x'].tolist(), batch['weights'], strict=True)
         states.append(source.get_state())
       assert batches == rows
-    for given, state in enumerate(states[: num_batches + 1]):
+    for given, state in enumerate(states[:5]):
       resumed = make()[host]
       resumed.set_state(state)
-      assert len(list(resumed)) == num_batches - given
+      assert len(list(resumed)) == 4 - given
 
 
 # Resuming.
@@ -153,7 +149,6 @@ def slowly(x, stateful=True):
 
 
 def ordered(seed):
-  del seed
   options = tf.data.Options()
   options.deterministic = False
   return (
@@ -166,7 +161,6 @@ def ordered(seed):
 
 
 def drawn(seed):
-  del seed
   generator = tf.random.Generator.from_seed(1)
 
   def draw(x):
@@ -193,22 +187,21 @@ def test_an_epoch_is_the_same_each_time(dataset):
     assert read([after], 8 - done) == whole[done:]
 
 
-@pytest.mark.parametrize('op_determinism', [True, False])
 def test_determinism_is_turned_on_in_the_open_or_not_at_all(
-  op_determinism, monkeypatch, caplog
+  monkeypatch, caplog
 ):
   calls = []
   monkeypatch.setattr(
     tf.config.experimental, 'enable_op_determinism', lambda: calls.append(0)
   )
-  tfdata._enable_op_determinism.cache_clear()
-  inputs = train(
-    dataset=numbers(3), batch_size=2, op_determinism=op_determinism
-  )
-  assert not calls  # Import and construction do not enable it.
-  read([inputs], 4)
-  shown = list(filter(console.is_shown, caplog.records))  # The log of a run.
-  assert len(calls) == len(shown) == op_determinism
+  for op_determinism in (False, True):
+    tfdata._enable_op_determinism.cache_clear()
+    fields = {'dataset': numbers(3), 'op_determinism': op_determinism}
+    inputs = train(batch_size=2, **fields)
+    assert not calls  # Import and construction do not enable it.
+    read([inputs], 4)
+    shown = list(filter(console.is_shown, caplog.records))  # The log of a run.
+    assert len(calls) == len(shown) == op_determinism
   tfdata._enable_op_determinism.cache_clear()
 
 
@@ -239,12 +232,10 @@ def test_a_broken_file_is_an_error_again_and_again(tmp_path):
   with tf.io.TFRecordWriter(path) as writer:
     for x in range(9):
       writer.write(str(x))
-  data = bytearray((tmp_path / 'a.tfrecord').read_bytes())
-  data[-5] ^= 1
-  (tmp_path / 'a.tfrecord').write_bytes(data)
+  with open(path, 'r+b') as f:
+    f.truncate(f.seek(-2, os.SEEK_END))
 
   def dataset(seed):
-    del seed
     records = tf.data.TFRecordDataset(path)
     return records.map(lambda x: {'x': tf.strings.to_number(x, tf.int32)})
 
@@ -255,38 +246,3 @@ def test_a_broken_file_is_an_error_again_and_again(tmp_path):
       next(inputs)
     note = caught.value.__notes__[0]
     assert 'broken, reading epoch 0 from record 8 on' in note
-
-
-def test_strings_reach_no_device():
-  def dataset(seed):
-    del seed
-    return tf.data.Dataset.range(3).map(
-      lambda x: {
-        'x': x,
-        's': tf.strings.as_string(x),
-        'in': {'s': tf.strings.as_string(x)},
-        'more': {'y': tf.stack([x, x]), 's': tf.strings.as_string(x)},
-      }
-    )
-
-  fields = {'dataset': dataset, 'batch_size': 3}
-  for inputs in train(**fields), hosts(2, **fields)[0]:
-    batch = next(inputs)
-    assert set(batch) == {'x', 'more', 'weights'}
-    assert set(batch['more']) == {'y'}
-    assert batch['more']['y'].tolist() == [[0, 0], [1, 1], [2, 2]]
-  assert next(evaluate(**fields))['s'].tolist() == [b'0', b'1', b'2']
-
-
-@pytest.mark.parametrize(
-  ('element', 'named'),
-  [
-    (lambda: (1, 2), 'tuple'),
-    (lambda: {'x': tf.ragged.constant([[1], [2, 3]])}, 'entry x'),
-    (lambda: {'x': 'text', 'y': {'z': 'text'}}, 'TfDataInput'),
-  ],
-)
-def test_elements_that_make_no_batch_are_refused(element, named):
-  dataset = lambda seed: tf.data.Dataset.from_tensors(element())
-  with pytest.raises(TypeError, match=named):
-    next(train(dataset=dataset, batch_size=2))

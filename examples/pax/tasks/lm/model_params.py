@@ -18,15 +18,16 @@ from examples.pax import models
 from examples.pax import optimizers
 from examples.pax import schedules
 from examples.pax import tasks
+from examples.pax.inputs import c4
 from examples.pax.inputs import synthetic
 from examples.pax.layers import activations
 from examples.pax.layers import attentions
 from examples.pax.layers import embedding_softmax
 from examples.pax.layers import normalizations
 from examples.pax.layers import transformers
-from examples.pax.tasks.lm import input as lm_input
 from jaxline import errors
 from jaxline.inputs import base as inputs
+from jaxline.inputs import text
 from jaxline.inputs import tokenization
 
 _DTYPES = ('bfloat16', 'float16', 'float32', 'float64')
@@ -115,7 +116,7 @@ class LmExperiment(base_experiment.BaseExperiment):
   DATA: ClassVar[str]
   DATA_DIR: ClassVar[str | None] = None  # Folder of C4's files.
   # Whether C4's documents end with an end token. If not, the rows are Pax's,
-  # and there is no token before a prompt: see `input.c4_input`.
+  # and there is no token before a prompt: see `c4.c4_input`.
   APPEND_EOS: ClassVar[bool] = True
   # SentencePiece model. None means bytes; C4 requires a model.
   VOCABULARY: ClassVar[str | None] = None
@@ -150,7 +151,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       )
     elif self.DATA == 'c4':
       config = fdl.Config(
-        lm_input.c4_input,
+        c4.c4_input,
         data_dir=self.DATA_DIR,
         vocabulary=self.VOCABULARY,
         append_eos=self.APPEND_EOS,
@@ -158,7 +159,7 @@ class LmExperiment(base_experiment.BaseExperiment):
       )
     else:
       config = fdl.Config(
-        lm_input.text_input,
+        _text_input,
         files=self.DATA,
         tokenizer=self._tokenizer,
         eval_batches=self.EVAL_LOOP_NUM_BATCHES,
@@ -178,11 +179,18 @@ class LmExperiment(base_experiment.BaseExperiment):
     return 'bytes' if self.VOCABULARY is None else self.VOCABULARY
 
   def input_specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    """Returns the shapes of a row of tokens."""
-    specs = lm_input.row_specs(self.MAX_SEQ_LEN)
-    if self.DATA not in ('c4', 'synthetic'):
-      del specs['paddings']
-    return specs
+    """Returns the shapes and dtypes of a packed row of tokens."""
+    integers, floats = (
+      ['ids', 'labels', 'segment_ids', 'segment_pos'],
+      ['weights'],
+    )
+    if self.DATA in ('c4', 'synthetic'):
+      floats.append('paddings')
+    row = (self.MAX_SEQ_LEN,)
+    return {
+      **dict.fromkeys(integers, (row, 'int32')),
+      **dict.fromkeys(floats, (row, 'float32')),
+    }
 
   def prompting(self) -> base_experiment.Prompting:
     """Returns the tokenizer of the data, and the token before a document."""
@@ -192,9 +200,9 @@ class LmExperiment(base_experiment.BaseExperiment):
           'To decode, a model of C4 needs the SentencePiece model that it was'
           ' trained with. Set --config.vocabulary=FILE.model.'
         )
-      # Documents begin and end as in `lm_input`.
+      # Documents begin and end as in `c4.c4_input`.
       tokenizer = tokenization.load_tokenizer(f'{self.VOCABULARY}#</s>')
-      start_id = lm_input.BOS_ID if self.APPEND_EOS else None
+      start_id = c4.BOS_ID if self.APPEND_EOS else None
     else:
       tokenizer = tokenization.load_tokenizer(self._tokenizer)
       start_id = tokenizer.document_id
@@ -356,3 +364,28 @@ class LmExperiment(base_experiment.BaseExperiment):
     if cls.NUM_STAGES > 1:
       changes |= {'NUM_STAGES': 2, 'MICROBATCH_SIZE': 2}
     return cls.with_constants(changes)
+
+
+def _text_input(
+  *,
+  tokenizer: str,
+  vocab_size: int,
+  is_training: bool,
+  eval_batches: int | None,
+  **fields: Any,
+) -> text.TextInput:
+  """Makes an input of packed rows of text files.
+
+  Each evaluation reads the same `eval_batches` of the held-out documents, or
+  all if it is None.
+  """
+  c4.check_vocabulary(tokenization.load_tokenizer(tokenizer), vocab_size)
+  return text.TextInput(
+    tokenizer=tokenizer,
+    packing='packed',
+    is_training=is_training,
+    input_random_seed=c4.SEED if is_training else None,
+    reset_for_eval=not is_training,
+    max_batches=None if is_training else eval_batches,
+    **fields,
+  )

@@ -27,10 +27,12 @@ _FIELDS = {
   'warmup': 'optimizer.lr_schedule.warmup_steps',
   'decay_end': 'optimizer.lr_schedule.decay_end',
 }
+# 0 means no cap, for which Paxml has None or -1.
 _CLOUD = (50, 0, False, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
 _C4 = (50, 30, True, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
-# 0 means no cap, for which Paxml has None or -1.
 _GPT3 = (0, 0, True, True, False, False, False, 1e-5, 0.95, 1e-8, 0, 0.1, 1)
+_C4_STEPS = (4000, 300_000)
+_GPT3_STEPS = (265, 108_600)
 
 
 class _Parts:
@@ -47,52 +49,31 @@ class _Parts:
 
 
 @pytest.mark.parametrize(
-  ('experiment', 'num_devices', 'activation', 'expected'),
+  ('experiment', 'expected'),
   [
     (
       lm_cloud.LmCloudTransformerAdamLimitSteps,
-      4,
-      'ReLU',
-      (*_CLOUD, 1e-3, 4000, 300_000),
+      (*_CLOUD, 1e-3, *_C4_STEPS),
     ),
-    (
-      lm_cloud.LmCloudSpmd2BLimitSteps,
-      4,
-      'GELU',
-      (*_C4, 2.5e-4, 4000, 300_000),
-    ),
-    (c4.C4Spmd1BAdam4Replicas, 4, 'GELU', (*_C4, 1e-3, 4000, 300_000)),
-    (
-      c4_multislice.C4Spmd22BAdam1xv4_128,
-      64,
-      'GELU',
-      (*_C4, 1e-3, 4000, 300_000),
-    ),
+    (lm_cloud.LmCloudSpmd2BLimitSteps, (*_C4, 2.5e-4, *_C4_STEPS)),
+    (c4.C4Spmd1BAdam4Replicas, (*_C4, 1e-3, *_C4_STEPS)),
+    (c4_multislice.C4Spmd22BAdam1xv4_128, (*_C4, 1e-3, *_C4_STEPS)),
     (
       c4.C4SpmdPipelineGpt3SmallAdam64Replicas,
-      64,
-      'GELU',
-      (*_GPT3, 2e-4, 265, 108_600),
+      (*_GPT3, 2e-4, *_GPT3_STEPS),
     ),
-    (
-      c4.C4SpmdGpt3AdamDataParallel2x16x16,
-      512,
-      'GELU',
-      (*_GPT3, 6e-5, 265, 108_600),
-    ),
+    (c4.C4SpmdGpt3AdamDataParallel2x16x16, (*_GPT3, 6e-5, *_GPT3_STEPS)),
   ],
 )
-def test_options_are_those_of_pax(
-  experiment, num_devices, activation, expected
-):
+def test_options_are_those_of_pax(experiment, expected):
   """The tasks of Paxml 1.4.0 (jax 0.4.26, Python 3.10) have these values.
 
   The pipeline's are from Paxml's C4SpmdPipelineGpt3SmallAdam8Replicas.
   """
-  task = experiment(num_devices=num_devices).filled_task()
-  parts = _Parts(task)
+  parts = _Parts(experiment(num_devices=512).filled_task())
   actual = {n: operator.attrgetter(path)(parts) for n, path in _FIELDS.items()}
   assert actual == dict(zip(_FIELDS, expected, strict=True))
+  activation = 'ReLU' if expected[: len(_CLOUD)] == _CLOUD else 'GELU'
   assert activation in str(parts.layer.tr_fflayer_tpl.activation_tpl)
 
 

@@ -55,11 +55,9 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
       self.refuse('vocab_size', f'more than the {NUM_SPECIAL} special tokens')
 
   def num_records(self) -> int:
-    """Returns the number of records of an epoch."""
     return self.size
 
   def data_identity(self) -> dict[str, Any]:
-    """Returns the settings that determine the records."""
     return {
       'lengths': [self.min_length, self.max_length],
       'vocab_size': self.vocab_size,
@@ -68,8 +66,6 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
     }
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> base.Batch:
-    """Returns the records, [b, ...], which are the same in every epoch."""
-    del epochs
     shape = len(records), self.max_length
     source_BS = np.zeros(shape, np.int32)
     labels_BL = np.zeros((shape[0], shape[1] + 1), np.int32)
@@ -79,9 +75,7 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
       target = symbols[::-1] if self.reverse else symbols
       labels_BL[row, : len(target) + 1] = [*target, STOP_ID]
     weights_BL = (labels_BL > 0).astype(np.float32)
-    ids_BL = np.pad(
-      labels_BL[:, :-1], ((0, 0), (1, 0)), constant_values=START_ID
-    )
+    ids_BL = np.insert(labels_BL[:, :-1], 0, START_ID, axis=1)
     return base.Batch(
       src={'ids': source_BS, 'paddings': 1 - weights_BL[:, 1:]},
       tgt={'ids': ids_BL, 'labels': labels_BL, 'weights': weights_BL},
@@ -91,9 +85,8 @@ class SequenceInput(base_input.Configured, indexed.IndexedInput):
   def _symbols(self, record: int) -> np.ndarray:
     """Returns a record's source without padding."""
     # Each record has a separate random stream, so any host can read it.
-    key = np.array(
-      [self.seed() % 2**64, 2 * record + self.is_training], np.uint64
-    )
+    place = 2 * record + self.is_training
+    key = np.array([self.seed() % 2**64, place], np.uint64)
     draws = np.random.Philox(key=key).random_raw(1 + self.max_length)
     num_lengths = self.max_length - self.min_length + 1
     length = self.min_length + int(draws[0] % num_lengths)

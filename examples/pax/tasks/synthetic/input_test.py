@@ -23,53 +23,38 @@ def _sources(batch):
 
 @pytest.mark.parametrize('reverse', [True, False])
 def test_a_target_is_its_source(reverse):
-  data = _input(reverse=reverse, is_training=True, min_length=2)
-  batch = next(data)
-  sources = _sources(batch)
+  batch = next(_input(reverse=reverse, is_training=True, min_length=2))
+  sources, tgt = _sources(batch), batch['tgt']
   for source, ids, labels, weights in zip(
-    sources,
-    batch['tgt']['ids'],
-    batch['tgt']['labels'],
-    batch['tgt']['weights'],
-    strict=True,
+    sources, tgt['ids'], tgt['labels'], tgt['weights'], strict=True
   ):
     target = [*(source[::-1] if reverse else source), 1]
     assert labels.tolist() == target + [0] * (5 - len(target))
     assert ids.tolist() == [0, *labels[:-1]]
     assert weights.tolist() == [i < len(target) for i in range(5)]
-  np.testing.assert_array_equal(batch['weights'], batch['tgt']['weights'])
+  np.testing.assert_array_equal(batch['weights'], tgt['weights'])
   # All lengths and symbols occur equally often.
-  lengths = [len(source) for source in sources]
-  counts = np.bincount(lengths, minlength=5)
-  assert counts[:2].tolist() == [0, 0]
-  assert counts[2:].min() > 45
+  lengths = np.bincount([len(source) for source in sources], minlength=5)
   symbols = np.bincount(np.concatenate(sources), minlength=7)
-  assert symbols[:2].tolist() == [0, 0]
-  assert symbols[2:].min() > 80
   assert len(symbols) == 7
+  for counts, least in (lengths, 45), (symbols, 80):
+    assert counts[:2].tolist() == [0, 0]
+    assert counts[2:].min() > least
 
 
 def test_records_are_those_of_the_seed_and_the_split():
   def sources(**fields):
-    fields = {'max_length': 12, 'min_length': 8, 'shuffle': False} | fields
-    return _sources(next(_input(is_training=True, **fields)))
-
-  whole = sources(input_random_seed=3)
-  halves = [
-    sources(
-      input_random_seed=3,
-      batch_size=100,
-      num_infeed_hosts=2,
-      infeed_host_index=i,
+    fields = {'is_training': True, 'input_random_seed': 3} | fields
+    return _sources(
+      next(_input(max_length=12, min_length=8, shuffle=False, **fields))
     )
-    for i in (0, 1)
-  ]
+
+  whole = sources()
+  hosts = {'batch_size': 100, 'num_infeed_hosts': 2}
+  halves = [sources(**hosts, infeed_host_index=i) for i in (0, 1)]
   assert halves[0] + halves[1] == whole
-  assert not {*whole} & {*sources(input_random_seed=4)}
-  held_out = _input(
-    max_length=12, min_length=8, shuffle=False, input_random_seed=3
-  )
-  assert not {*whole} & {*_sources(next(held_out))}
+  for other in {'input_random_seed': 4}, {'is_training': False}:
+    assert not {*whole} & {*sources(**other)}
 
 
 @pytest.mark.parametrize(
