@@ -360,8 +360,7 @@ def test_sinusoidal_positions(longest):
 
 
 @pytest.mark.parametrize(
-  ('start', 'expected'),
-  [(2, [2, 3, 4]), ([2, 0], [[2, 3, 4], [0, 1, 2]])],
+  ('start', 'expected'), [(2, [2, 3, 4]), ([2, 0], [[2, 3, 4], [0, 1, 2]])]
 )
 def test_positions_from(start, expected):
   actual = transformer.positions_from(jnp.asarray(start), 3)

@@ -123,10 +123,7 @@ def test_run_is_as_published(name):
   assert (train.is_training, evaluation.is_training) == (True, False)
   assert (train.batch_size, train.length) == batch
   _, shape = chips.parse_topology(config.topology)
-  assert (math.prod(shape), config.num_slices) == (
-    chips_of_slice,
-    slices,
-  )
+  assert (math.prod(shape), config.num_slices) == (chips_of_slice, slices)
   devices = mesh_lib.abstract_devices(chips_of_slice * slices, slices)
   with mesh_lib.on_devices(devices):
     sizes = mesh_lib.make(config.mesh)[0].shape

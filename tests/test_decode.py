@@ -197,11 +197,7 @@ def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
   ('options', 'step'),
-  [
-    ({}, 3),
-    ({'step': 1}, 1),
-    ({'series': 'best', 'step': BEST}, BEST),
-  ],
+  [({}, 3), ({'step': 1}, 1), ({'series': 'best', 'step': BEST}, BEST)],
 )
 def test_which_checkpoint(run, trained, options, step):
   run(**options)
@@ -358,12 +354,7 @@ def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):
 SMALL = {
   'length': 16,
   'sample_length': 0,
-  'model': {
-    'num_layers': 1,
-    'embed_dim': 32,
-    'mlp_dim': 64,
-    'max_length': 48,
-  },
+  'model': {'num_layers': 1, 'embed_dim': 32, 'mlp_dim': 64, 'max_length': 48},
   'decode': {'max_decode_steps': 12, 'num_samples': 2},
 }
 

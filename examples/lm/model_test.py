@@ -195,8 +195,7 @@ def test_parameter_count_and_axes():
   }
   for name, config in VARIANTS.items():
     boxed = jax.eval_shape(
-      lambda rng, config=config: model.init(rng, config),
-      jax.random.PRNGKey(0),
+      lambda rng, config=config: model.init(rng, config), jax.random.PRNGKey(0)
     )
     leaves = jax.tree.leaves(boxed, is_leaf=partitioning.is_logical)
     assert sum(math.prod(x.value.shape) for x in leaves) == counts[name]
@@ -421,8 +420,7 @@ def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ('name', 'scan_layers'),
-  [('rotary_gelu', False), ('learned_swiglu', True)],
+  ('name', 'scan_layers'), [('rotary_gelu', False), ('learned_swiglu', True)]
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
