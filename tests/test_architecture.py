@@ -11,8 +11,6 @@ import pathlib
 
 import pytest
 
-from jaxline import base_config
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # A module or package imports from lower floors only, and `errors`, which
@@ -94,10 +92,6 @@ def name_of(node: ast.AST) -> str:
   return node.id if isinstance(node, ast.Name) else ''
 
 
-def is_named(node: ast.AST, *names: str) -> bool:
-  return name_of(node).strip('_') in names
-
-
 LIBRARY = parsed('jaxline')
 FORKS = parsed('examples', 'configs')
 
@@ -153,45 +147,4 @@ def test_only_some_modules_know(names):
     if not module.name.startswith(RESERVED[names])
     for node in module.nodes
     if used(node) & reserved
-  )
-
-
-def test_there_is_one_training_loop():
-  loops = [
-    module.name
-    for module in LIBRARY + FORKS
-    for node in module.nodes
-    if isinstance(node, ast.While)
-    and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
-  ]
-  assert loops == ['experiment']
-
-
-def test_every_key_is_read_and_has_one_default():
-  attributes = (n for m in LIBRARY for n in m.nodes if m.name != 'base_config')
-  read = {
-    node.attr
-    for node in attributes
-    if isinstance(node, ast.Attribute) and is_named(node.value, 'config')
-  }
-  calls = [
-    (module, node)
-    for module in LIBRARY + FORKS
-    for node in module.nodes
-    if isinstance(node, ast.Call)
-  ]
-  read |= {
-    getattr(argument, 'value', '')
-    for _, node in calls
-    if name_of(node.func) == 'value_of'
-    for argument in node.args
-  }
-  assert set(base_config.get_base_config()) <= read
-  owners = 'config', 'cfg', 'experiment_kwargs', 'settings'
-  refuse(
-    (module, node, 'declare the key and its default in a config')
-    for module, node in calls
-    if name_of(node.func) in ('get', 'setdefault')
-    and isinstance(node.func, ast.Attribute)
-    and is_named(node.func.value, *owners)
   )

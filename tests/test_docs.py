@@ -1,7 +1,7 @@
-"""The pages of the documentation: links, and names of files in code."""
+"""The pages of the documentation: links, commands, and quoted results."""
 
-import ast
 import importlib
+import json
 import pathlib
 import re
 import runpy
@@ -10,13 +10,14 @@ import types
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
+from benchmarks import lm_recipe
 import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TEXTS = {'.md', '.ipynb', '.py', '.sh', '.sbatch', '.yaml', '.toml', ''}
 # The target of a Markdown link, without those of other sites.
 LINK = re.compile(r'\]\((?!https?:)([^)\s]+)\)')
 HEADING = re.compile(r'^#+ (.+)$', re.M)
@@ -59,68 +60,24 @@ def test_links():
   assert not orphans, orphans
 
 
-def test_names_of_pages_in_code():
-  wrong = []
-  for path in tracked():
-    if path.suffix not in TEXTS:
-      continue
-    text = path.read_text(encoding='utf-8')
-    for name in re.findall(r'(?<![\w./-])docs/[\w./-]*\w', text):
-      if not (ROOT / name).exists():
-        wrong.append(f'{path.relative_to(ROOT)}: {name}')
-  assert not wrong, '\n'.join(wrong)
+def test_errors_link_to_sections_of_troubleshooting():
+  page = (ROOT / 'docs' / 'troubleshooting.md').read_text(encoding='utf-8')
+  linked = {x.replace('_', '-') for x in errors._SECTIONS.groupindex}
+  assert linked <= anchors(page)
 
 
-# Quoted from Python, pip, absl, JAX, XLA and Grain.
-FOREIGN = """
-, but this version of jax requires version >=
-An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib
-DEADLINE_EXCEEDED
-Failed to add port to server
-Failed to start RPC server
-File too large
-No module named
-No space left on device
-Permission denied
-RegisterTask
-Unknown command line flag
-Unknown flag
-Worker process was terminated unexpectedly with exit code
-[SPMD] Involuntary full rematerialization
-is newer than and incompatible with jax version
-jaxlib is version
-jaxlib version
-not in '>=3.11'
-requires a different Python
-stopped sending heartbeats
-"""
-
-
-def strings(path):
-  """Yields the strings of a module, with NUL in place of each value."""
-  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    values = (getattr(x, 'value', '') for x in parts)
-    text = ''.join(x if isinstance(x, str) else '\0' for x in values)
-    yield text * ('(?P<' not in text)  # Patterns search for messages.
-
-
-def test_messages_that_troubleshooting_quotes():
-  """The code has them, and an error that ends a run links to its section."""
-  modules = (ROOT / 'jaxline').rglob('*.py')
-  known = '\n'.join(x for path in modules for x in strings(path))
-  foreign = tuple(FOREIGN.strip().splitlines())
-  page, linked = (ROOT / 'docs' / 'troubleshooting.md').read_text(), set()
-  for section in re.split(r'^### ', page, flags=re.M)[1:]:
-    (anchor,) = anchors(f'# {section.splitlines()[0]}')
-    for quote in re.findall(r'^```text\n(.*?)^```$', section, re.M | re.S):
-      parts = (x.strip(' :;') for x in re.split(r'\.\.\.|\n', quote))
-      unknown = [x for x in parts if not x.startswith(foreign)]
-      assert [x for x in unknown if x not in known] == []
-      links = {*map(errors.link, quote.splitlines())} - {''}
-      assert links <= {f' (see docs/troubleshooting.md#{anchor})'}, quote
-      linked |= {anchor.replace('-', '_')} if links else set()
-  assert linked == errors._SECTIONS.groupindex.keys()
+def test_pages_have_the_kept_results_of_benchmarks():
+  newest = max((ROOT / 'benchmarks' / 'results').glob('*.json'))
+  found = json.loads(newest.read_text(encoding='utf-8'))
+  text = benchmarks.PAGE.read_text(encoding='utf-8')
+  by_hand = benchmarks._BY_HAND + text.partition(benchmarks._BY_HAND)[2]
+  assert text == benchmarks.page(found, by_hand), (
+    'Run python -m benchmarks --page FILE with the newest file of'
+    ' benchmarks/results.'
+  )
+  rows = json.loads(lm_recipe.RESULTS.read_text(encoding='utf-8'))['rows']
+  page = (ROOT / 'docs' / 'reference' / 'lm_recipe.md').read_text()
+  assert lm_recipe.table(rows) in page
 
 
 @pytest.mark.process

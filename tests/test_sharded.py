@@ -502,15 +502,3 @@ def test_keys_that_do_not_reach_the_experiment_are_refused():
     experiments.construct(Regression, 'train', rng, config)
   for cls in (toys.Plain, Deaf):
     experiments.construct(cls, 'train', rng, regression.get_config(1))
-
-
-def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
-  with mesh_lib.on_devices(mesh_lib.abstract_devices(8, 2)):
-    experiment = make(sharding='fsdp')
-    assert not experiment.partitioner.is_here
-    assert experiment.partitioner.host == (0, 1)
-    batch = experiment.abstract_batch(True)
-    w = experiment.abstract_state().params['w']
-  assert batch['x'].shape == (16, 8)
-  assert batch['x'].sharding.shard_shape(batch['x'].shape) == (2, 8)
-  assert w.sharding.shard_shape(w.shape) == (2, 4)

@@ -133,23 +133,6 @@ def test_an_experiment_needs_no_base_class():
   assert evaluated == [2, 3, 3, 4, 5]
 
 
-def test_a_constructor_that_names_run_config_gets_the_config_of_its_run():
-  seen = []
-
-  class Sees(Plain):
-    def __init__(self, mode, init_rng, log=None, run_config=None):
-      seen.append((mode, run_config.training_steps))
-      super().__init__(mode, init_rng, log)
-
-  run(Sees, make_config(1))
-  config = make_config(2, one_off_evaluate=True)
-  evaluate_once(Sees, config)
-  # An argument of the experiment may have this name.
-  config.experiment_kwargs.run_config = make_config(3)
-  evaluate_once(Sees, config)
-  assert seen == [('train', 1), ('eval', 2), ('eval', 3)]
-
-
 @pytest.mark.parametrize('fail_at', [None, 1])
 def test_a_run_that_has_ended_keeps_no_experiment(fail_at):
   made = []
