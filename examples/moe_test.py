@@ -218,25 +218,6 @@ def test_padding_is_in_no_statistic():
     assert x == pytest.approx(np.asarray(y), rel=1e-5)
 
 
-def test_a_router_in_bfloat16_chooses_as_in_float32():
-  options, arrays, bias, _ = make('DeepSeek-V3')
-  x = arrays['x'].astype(jnp.bfloat16)
-  ids, gates, _ = moe.route(x, arrays['router'], options, bias)
-  wide = x.astype(jnp.float32)
-  same, expected, _ = moe.route(wide, arrays['router'], options, bias)
-  assert (ids == same).all()
-  assert gates.dtype == jnp.float32
-  assert (gates == expected).all()
-
-
-@pytest.mark.parametrize(
-  ('capacity', 'length', 'slots'), [(1.1, 100, 55), (1.0, 3, 2), (9.0, 4, 4)]
-)
-def test_slots(capacity, length, slots):
-  options = moe.Options(per_token=2, capacity=capacity)
-  assert options.slots(length, 4) == slots
-
-
 def test_statistics_of_known_routers():
   options = moe.Options(per_token=2)
   x = jnp.ones((2, 3, 4))

@@ -119,20 +119,6 @@ def test_gradients_of_attention_are_those_of_jax():
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_gradients_where_a_query_sees_one_key_or_none():
-  q, k, v = _float32(_normal(2, 1, 1, 6), *_normal(2, 2, 3, 1, 6))
-  seen = np.array([[False, True, False], [False, False, False]])
-
-  def total(q, k, v):
-    return transformer.attend(q, k, v, is_causal=False, seen_BM=seen).sum()
-
-  grad_q, grad_k, grad_v = jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
-  # The sum of the exponentials is 1, which is no reason to stop there.
-  np.testing.assert_allclose(grad_v[..., 0, :], seen[..., None] * np.ones(6))
-  np.testing.assert_allclose(grad_q, 0, atol=1e-6)
-  np.testing.assert_allclose(grad_k, 0, atol=1e-6)
-
-
 # 160 is attended in two halves.
 @pytest.mark.parametrize(
   ('length', 'documents', 'groups'), [(5, 3, 2), (160, 1, 4), (160, 3, 2)]
@@ -177,14 +163,6 @@ def test_dropout_of_attention_is_of_the_weights_of_keys():
   seen = np.tri(length, dtype=bool)
   share = [kept[b, :, h][seen].mean() for b, h in np.ndindex(2, 2)]
   np.testing.assert_allclose(share, keep, atol=0.02)
-
-
-def test_errors_of_attention():
-  q, k = jnp.ones((1, 2, 4, 6)), jnp.ones((1, 2, 3, 6))
-  with pytest.raises(ValueError, match=r'must divide .*; got 3 for 4'):
-    transformer.attend(q, k, k)
-  with pytest.raises(ValueError, match=r"Dropout needs .*got 'flash'"):
-    transformer.causal_attention(q, q, q, 'flash', dropout=lambda x: x)
 
 
 # The kernel for TPUs, on CPU.
@@ -418,20 +396,6 @@ def test_a_product_of_bfloat16_is_summed_in_float32_and_its_gradient_is_not():
     np.testing.assert_allclose(
       np.asarray(actual, np.float64), expected, rtol=2**-7, atol=2**-7
     )
-
-
-def test_products_are_known_to_the_policies_by_name():
-  x, w = _float32(_normal(2, 3), _normal(3, 3))
-
-  def computed_again(remat):
-    f = jax.checkpoint(
-      lambda x: jnp.sin(transformer.dot('ab,bc->ac', x, w)).sum(),
-      policy=transformer.remat_policy(remat),
-    )
-    return str(jax.make_jaxpr(jax.grad(f))(x)).count('dot_general')
-
-  # Forward and backward pass; 'full' has the forward one twice.
-  assert [computed_again(name) for name in ('dots', 'full')] == [2, 3]
 
 
 # ---- The loss.

@@ -23,25 +23,20 @@ from jaxline.parallel import partitioning
 pytestmark = pytest.mark.filterwarnings('ignore:the load_module')
 
 # Parameters; rows of a global batch, length; chips of a slice, slices; mesh
-# without what is 1; learning rate, steps, save, log.
-_LONG = (1e-3, 10_000_000, 1000, 10)
+# without what is 1.
 FACTS = {
   'LmCloudTransformerAdamLimitSteps': (
-    158_723_968, (64, 1024), (4, 1), {'data': 4}, (1e-3, 2000, 5000, 100),
+    158_723_968, (64, 1024), (4, 1), {'data': 4},
   ),
-  'LmCloudSpmd2BLimitSteps': (
-    2_137_273_856, (32, 1024), (4, 1), {'data': 4}, (2.5e-4, 300, 5000, 100),
-  ),
-  'C4Spmd1BAdam4Replicas': (
-    1_104_619_904, (128, 1024), (4, 1), {'data': 4}, _LONG,
-  ),
+  'LmCloudSpmd2BLimitSteps': (2_137_273_856, (32, 1024), (4, 1), {'data': 4}),
+  'C4Spmd1BAdam4Replicas': (1_104_619_904, (128, 1024), (4, 1), {'data': 4}),
   'C4Spmd16BAdam32Replicas': (
-    16_506_101_504, (512, 1024), (32, 1), {'data': 16, 'mdl': 2}, _LONG,
+    16_506_101_504, (512, 1024), (32, 1), {'data': 16, 'mdl': 2},
   ),
   **{
     f'C4Spmd22BAdam{slices}xv4_{cores}': (
       parameters, (rows * slices, 1024), (chips_of_slice, slices),
-      {'replica': slices, 'data': chips_of_slice}, _LONG,
+      {'replica': slices, 'data': chips_of_slice},
     )
     for parameters, cores, chips_of_slice, rows, all_slices in (
       (21_947_310_080, 128, 64, 1024, (1, 2, 4)),
@@ -52,11 +47,10 @@ FACTS = {
   },
   'C4SpmdPipelineGpt3SmallAdam64Replicas': (
     2_926_491_648, (512, 2048), (64, 1), {'stage': 4, 'data': 4, 'mdl': 4},
-    (2e-4, 108_600, 200, 1),
   ),
   'C4SpmdGpt3AdamDataParallel2x16x16': (
     174_780_420_096, (256, 2048), (256, 2),
-    {'replica': 2, 'data': 16, 'mdl': 16}, (6e-5, 100, 2000, 10),
+    {'replica': 2, 'data': 16, 'mdl': 16},
   ),
 }  # fmt: skip
 
@@ -74,7 +68,7 @@ def test_facts_are_of_all_runs():
 
 @pytest.mark.parametrize('name', FACTS)
 def test_run_is_as_published(name):
-  parameters, batch, (chips_of_slice, slices), mesh, numbers = FACTS[name]
+  parameters, batch, (chips_of_slice, slices), mesh = FACTS[name]
   config = platform.load_config([f'--config=configs/c4.py:{name}'])
   _, shape = chips.parse_topology(config.topology)
   assert (math.prod(shape), config.num_slices) == (chips_of_slice, slices)
@@ -95,15 +89,8 @@ def test_run_is_as_published(name):
     k: size for k, size in mesh.items() if size > 1
   }
   train = experiment.filled_task().train
-  rate, *run = numbers
-  assert train.learner.optimizer.learning_rate == rate
-  for found in (
-    (config.training_steps, config.save_checkpoint_interval,
-     config.log_tensors_interval),
-    (train.num_train_steps, train.save_interval_steps,
-     train.summary_interval_steps),
-  ):  # fmt: skip
-    assert found == (*run,)
+  assert config.training_steps == train.num_train_steps
+  assert config.save_checkpoint_interval == train.save_interval_steps
   if config.sharding == 'ddp':
     assert name == 'LmCloudTransformerAdamLimitSteps'
     return

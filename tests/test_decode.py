@@ -150,23 +150,6 @@ def test_prompts_of_json_lines_and_a_pipe(run, tmp_path, monkeypatch, capsys):
   assert [prompts for prompts, _ in calls] == [['a', 'b'], ['c', 'c']]
 
 
-def test_a_conversation_is_given_with_its_tools(run, tmp_path, capsys):
-  class Talking(Echo):
-    def check_prompt(self, prompt):
-      checked.append(prompt)
-
-  checked, asked = [], {'messages': [{'role': 'user', 'content': 'Hi'}]}
-  asked |= {'tools': [{'name': 'add'}]}
-  lines = [asked, asked | {'tools': None}, {'prompt': 'a', 'tools': []}]
-  (tmp_path / 'p.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  output = tmp_path / 'o.jsonl'
-  calls = run(Talking, prompts=str(tmp_path / 'p.jsonl'), output=str(output))
-  assert checked == [asked, asked['messages'], 'a']
-  assert calls[0][0] == checked
-  assert [x for x in lines_of(output) if x.pop('continuations')] == lines
-  assert "=== tools: {'name': 'add'}\nuser: Hi\n" in capsys.readouterr().out
-
-
 def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
   class Terminal(io.StringIO):
     def isatty(self):

@@ -183,19 +183,3 @@ def test_a_number_beside_a_step_that_failed_hides_no_error():
   config = make_config(training_steps=1, max_steps_in_flight=1)
   with pytest.raises(RuntimeError, match='of the device'):
     Looped(outputs).loop(config)
-
-
-@pytest.mark.parametrize(
-  ('limit', 'backend', 'local_devices', 'expected'),
-  [
-    (None, 'cpu', 2, 1),
-    (None, 'cpu', 1, 2),
-    (None, 'tpu', 4, 2),
-    (2, 'cpu', 2, 2),
-  ],
-)
-def test_steps_in_flight(monkeypatch, limit, backend, local_devices, expected):
-  monkeypatch.setattr(jax, 'default_backend', lambda: backend)
-  monkeypatch.setattr(jax, 'local_device_count', lambda: local_devices)
-  config = make_config(max_steps_in_flight=limit)
-  assert experiment.max_steps_in_flight(config) == expected

@@ -192,8 +192,8 @@ def test_all_that_was_started_is_killed(tmp_path):
 
 @pytest.mark.parametrize('name', ['USR1', 'INT'])
 def test_signals_are_passed_on(name):
-  hear = f'trap "echo heard; exit 75" {name}; echo ready; while sleep 0.05; do :; done'
-  with started(*sh(hear)) as process:
+  hear = f'trap "echo heard; exit 75" {name}; echo ready'
+  with started(*sh(f'{hear}; while sleep 0.05; do :; done')) as process:
     for _ in range(2):  # Output comes at once.
       assert 'ready' in process.stdout.readline()
     process.send_signal(signal.Signals[f'SIG{name}'])

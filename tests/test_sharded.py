@@ -16,9 +16,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
 from jaxline import platform
-from jaxline import sharded
 from jaxline import utils
-from jaxline.base import stateful
 from jaxline.base import trees
 from jaxline.checkpoint import inspection
 from jaxline.compat import experiments
@@ -257,20 +255,6 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   assert_same(experiment.snapshot_state(), restored.snapshot_state())
 
 
-def test_trainable_matches_whole_joined_names():
-  params = {'embedding': {'tokens': 0}, 'embedding/norm': {'scale': 0}}
-  for rules, tokens, scale in (
-    (['embedding/.*/scale', 'none|.*ns'], True, True),
-    ('embedding/[a-z]*', True, False),
-  ):
-    expected = {'embedding': {'tokens': tokens}}
-    expected['embedding/norm'] = {'scale': scale}
-    assert sharded.trainable(params, rules) == expected
-  for rules, named in (('embedding/norm', 'norm/scale'), (['.*', 'a'], "'a'")):
-    with pytest.raises(errors.UsageError, match=named):
-      sharded.trainable(params, rules)
-
-
 # Evaluation.
 
 
@@ -402,40 +386,6 @@ def test_restore_onto_another_sharding(before, after, devices):
   b = regression.train_steps(other, 3)
   for x, y in zip(a, b, strict=True):
     np.testing.assert_allclose(x['loss'], y['loss'], rtol=1e-5)
-
-
-def test_arrays_just_read_are_kept_and_live_ones_copied():
-  experiment = make()
-  regression.train_steps(experiment, 1)
-  live = experiment.snapshot_state()
-  before = regression.digest(live)
-  other = make()
-  other.restore_from_snapshot(live)
-  regression.train_steps(other, 1)
-  assert regression.digest(live) == before
-  kept = make()
-  kept.restore_from_snapshot(stateful.OwnedSnapshot(live))
-  for got, given in zip(
-    jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
-  ):
-    assert got is given
-
-
-def test_evaluation_keeps_the_optimizers_state_off_the_devices():
-  trained = make()
-  regression.train_steps(trained, 2)
-  snapshot = save(trained)
-  experiment = make(mode='eval')
-  experiment.restore_from_snapshot(snapshot)
-  state = experiment.state
-  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.params))
-  for _ in range(2):
-    regression.evaluate(experiment)
-    opt_state = jax.tree.leaves(experiment.state.opt_state)
-    assert all(isinstance(x, np.ndarray) for x in opt_state)
-  # As the series `best` it is whole, with the position of the data.
-  assert 'input' in snapshot
-  assert_same(save(experiment), snapshot)
 
 
 # Through the loops.

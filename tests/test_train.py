@@ -2,13 +2,11 @@
 
 import contextlib
 import functools
-import gc
 import math
 import threading
 import time
 import traceback
 from unittest import mock
-import weakref
 
 import jax
 import numpy as np
@@ -20,7 +18,6 @@ from jaxline.checkpoint import durable
 from jaxline.metrics import writers
 from jaxline.parallel import devices
 from jaxline.supervision import nonfinite
-from tests import processes
 from tests import toys
 
 Log, Plain, Recorder = toys.Log, toys.Plain, toys.Recorder
@@ -131,32 +128,6 @@ def test_an_experiment_needs_no_base_class():
     checkpointer = utils.InMemoryCheckpointer(config, 'train')
     train.Run(Bare, config, checkpointer).train_and_eval()
   assert evaluated == [2, 3, 3, 4, 5]
-
-
-@pytest.mark.parametrize('fail_at', [None, 1])
-def test_a_run_that_has_ended_keeps_no_experiment(fail_at):
-  made = []
-
-  def construct(mode, init_rng):
-    experiment = Plain(mode, init_rng, fail_at=fail_at)
-    made.append(weakref.ref(experiment))
-    return experiment
-
-  config = make_config(2)
-  gc.collect()
-  gc.disable()
-  try:
-    checkpointer = Recorder(config)
-    checkpointer.save = lambda series: None  # A snapshot has the experiment.
-    with contextlib.suppress(ZeroDivisionError):
-      train.Run(construct, config, checkpointer, Writes()).train_and_eval()
-    del checkpointer
-    utils.GLOBAL_CHECKPOINT_DICT.clear()
-    assert made
-    # A thread may still leave the call that it has answered.
-    processes.wait_until(lambda: not any(ref() for ref in made))
-  finally:
-    gc.enable()
 
 
 # Periodic actions and the writer.

@@ -25,17 +25,6 @@ from . import input as image_input
 from . import model
 
 _ONE_HOST = image_input.Hosts(devices=2, index=0, count=1)
-# A stem, its BatchNorm, one pooling over the image and the logits.
-_STEM_ONLY = model.ResNetConfig(
-  num_classes=3,
-  blocks_per_group=(),
-  channels_per_group=(),
-  strides=(),
-  bottleneck=False,
-  stem_channels=2,
-  small_images=True,
-  batch_norm_decay=0.9,
-)
 
 
 def _small_config(**overrides):
@@ -92,61 +81,7 @@ def test_resnet_50_has_its_published_size():
   )
 
 
-def test_batch_norm_uses_the_statistics_of_all_devices():
-  rng = np.random.default_rng(0)
-  x_DBHWC = rng.normal(size=(2, 3, 8, 8, 1)).astype(np.float32)
-  x_DBHWC[1] = 5 + 3 * x_DBHWC[1]  # The halves differ.
-  factor_C = np.array([1.0, -2.0], np.float32)
-  w_CK = rng.normal(size=(2, 3)).astype(np.float32)
-
-  net = model.create(_STEM_ONLY, cross_replica_axis='i')
-  init_net = model.create(_STEM_ONLY, cross_replica_axis=None)
-  params, state = init_net.init(jax.random.key(0), x_DBHWC[0], is_training=True)
-  # A kernel that multiplies each pixel by the channel's factor.
-  kernel = np.zeros((3, 3, 1, 2), np.float32)
-  kernel[1, 1, 0] = factor_C
-  params['res_net/~/stem_conv']['w'] = kernel
-  params['res_net/~/logits']['w'] = w_CK
-  apply = jax.pmap(
-    lambda p, s, x: net.apply(p, s, None, x, is_training=True), axis_name='i'
-  )
-  logits_DBK, state = apply(
-    utils.bcast_local_devices(params), utils.bcast_local_devices(state), x_DBHWC
-  )
-
-  x_NHWC = x_DBHWC.reshape(6, 8, 8, 1).astype(np.float64) * factor_C
-  mean_C, var_C = x_NHWC.mean((0, 1, 2)), x_NHWC.var((0, 1, 2))
-  normalised = (x_NHWC - mean_C) / np.sqrt(var_C + 1e-5)
-  expected_NK = np.maximum(normalised, 0).mean((1, 2)) @ w_CK
-  np.testing.assert_allclose(
-    logits_DBK.reshape(6, 3), expected_NK, rtol=1e-4, atol=1e-5
-  )
-  for name, expected_C in (('mean_ema', mean_C), ('var_ema', var_C)):
-    average = state[f'res_net/~/stem_batchnorm/~/{name}']['average']
-    for device in range(2):
-      np.testing.assert_allclose(
-        average[device].reshape(2), expected_C, rtol=1e-4
-      )
-
-
 # The input.
-
-
-def test_split_is_stratified_disjoint_and_whole():
-  from sklearn import datasets
-
-  train, test = image_input.load()
-  # Every fifth of each class, from the first on.
-  digits = datasets.load_digits()
-  for label in range(10):
-    of_class = digits.images[digits.target == label]
-    in_test = np.arange(len(of_class)) % 5 == 0
-    for split, expected in (
-      (test, of_class[in_test]),
-      (train, of_class[~in_test]),
-    ):
-      found = split.x_NHWC[split.y_N == label, ..., 0] * 16
-      np.testing.assert_array_equal(found, expected)
 
 
 def _split(count):
@@ -201,18 +136,6 @@ def test_eval_batches_fill_up_the_last_one_on_every_process():
 
 
 # The experiment.
-
-
-def test_l2_is_for_kernels_only():
-  net = model.create(_STEM_ONLY, cross_replica_axis=None)
-  params, _ = net.init(
-    jax.random.key(0), np.ones((1, 8, 8, 1), np.float32), is_training=True
-  )
-  assert image_experiment.decays(params) == {
-    'res_net/~/stem_conv': {'w': True},
-    'res_net/~/stem_batchnorm': {'scale': False, 'offset': False},
-    'res_net/~/logits': {'w': True, 'b': False},
-  }
 
 
 @pytest.mark.parametrize(

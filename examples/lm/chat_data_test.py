@@ -13,7 +13,6 @@ from configs import chat
 import jaxline
 from jaxline import errors
 from jaxline.inputs import __main__ as commands
-from jaxline.inputs import show
 
 from . import chat_data
 from . import chat_training
@@ -263,20 +262,6 @@ def test_a_conversation_longer_than_a_row(too_long, train_on, tmp_path):
   assert len(rows) == sum((sizes <= 66) | (too_long == 'cut'))
   longest = chat_data.codes_of(documents, int(sizes.argmax()))[0] >> 1
   assert (longest[1:65].tolist() in rows) == (too_long == 'cut')
-
-
-def test_a_position_fits_any_number_of_hosts(tmp_path):
-  documents = load(write(tmp_path / 'a.jsonl', of_sizes(range(90))))
-  report = show.check(
-    lambda shard: chat_input(
-      documents, 12 // shard.count, length=128, shard=shard,
-      is_training=True, reset_for_eval=False,
-    ),
-    num_hosts=3,
-    seconds=0,
-  )  # fmt: skip
-  verdicts = {x.name: x.verdict for x in report.findings}
-  assert [verdicts[x] for x in ('rows', 'resume', 'position')] == [show.OK] * 3
 
 
 def test_show_marks_what_trains(capsys):

@@ -244,20 +244,6 @@ def test_the_first_command_on_eight_devices(config, tmp_path):
   assert 'eval step 2 | ' in found.stdout
 
 
-def test_an_evaluation_is_of_the_same_records_on_any_devices(config):
-  config.experiment_kwargs.config.eval_batch_size = 3
-  config.experiment_kwargs.config.eval_batches = 2
-  found = []
-  for mdl in (1, 2):
-    subject = on_mesh(config, rows=2, mdl=mdl)
-    for _ in range(2):
-      scalars = subject.evaluate(
-        global_step=0, rng=jax.random.PRNGKey(1), writer=None
-      )
-    found.append(scalars['loss'])
-  assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
 def test_decoding_with_a_cache_is_decoding_without(config):
   subject = make(config, 'decode')
   # Larger weights, so that likely tokens and unlikely ones are far apart.

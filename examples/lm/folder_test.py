@@ -58,9 +58,7 @@ CONVERSATIONS = [
 TEXTS = ['Hi <|im_start|>user\n', '<|endoftext|>', '<x> <y>', 'naïve', '']
 # What varies: files, and what is put before a text.
 KINDS = {
-  'plain': {'chat_template': CHATML},
   'no bos': {'bos_token': None, 'add_bos_token': False, 'jinja': CHATML},
-  'bos': {'bos_token': '<|endoftext|>', 'add_bos_token': True, 'jinja': LLAMA},
   'post': {
     'bos_token': {'__type': 'AddedToken', 'content': '<|endoftext|>'},
     'eos_token': '<|im_end|>',
@@ -71,7 +69,6 @@ KINDS = {
       {'name': 'default', 'template': LLAMA},
     ],
   },
-  'both ends': {'post': '<|endoftext|> $A <|im_end|>', 'jinja': CHATML},
   'added': {
     'eos_token': '<x>',
     'map': {'bos_token': '<y>'},  # Not read, unlike in old folders.
@@ -86,18 +83,6 @@ KINDS = {
     'words': True,
     'post': '<|im_start|> $A',
     'chat_template': CHATML,
-  },
-  'old': {
-    'map': {'bos_token': '<x>', 'additional_special_tokens': ['<y>']},
-    'chat_template': LLAMA,
-    'more': {'added_tokens.json': '{"na": 999, "user": 998}'},
-  },
-  'named': {
-    'pad_token': '<x>',
-    'bos_token': '<y>',
-    'model_specific_special_tokens': {'image_token': 'user'},
-    'chat_template': [{'name': 'tool_use', 'template': 'no'}],
-    'more': {'additional_chat_templates/default.jinja': LLAMA},
   },
   'tools': {
     'jinja': 'no',
@@ -227,6 +212,7 @@ def edit_decode(run, **values):
   (run / 'config.json').write_text(json.dumps(config))
 
 
+@pytest.mark.process
 def test_a_tuned_run_needs_no_other(tmp_path, capsys):
   path = families_test.make('qwen2', tmp_path / 'hf')
   (path / 'custom.py').write_text('')

@@ -21,11 +21,9 @@ import tokenizers
 import jaxline
 from jaxline import base_config
 from jaxline import errors
-from jaxline import sharded
 from jaxline.base import trees
 from tests import processes
 
-from . import experiment
 from . import hf
 from . import lora
 from . import model
@@ -146,21 +144,6 @@ def test_an_export_of_an_import_is_the_same_to_the_bit(run, name, tmp_path):
   original = json.loads((REFERENCE / name / 'config.json').read_text())
   assert written['architectures'] == original['architectures']
   assert 2 in written['eos_token_id']
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_a_process_reads_its_part(run, name):
-  config = jaxline.load(run(name), mode='decode').config.model
-  tensors, rows = hf._open(REFERENCE / name), hf._rows(config)
-  rng = np.random.default_rng(0)
-  for path, whole in trees.named_leaves(
-    jaxline.load_weights(run(name))
-  ).items():
-    for _ in range(4):
-      ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
-      index = tuple(slice(int(a), int(b)) for a, b in ends)
-      part = rows[path].read(tensors, whole.shape, index)
-      np.testing.assert_array_equal(part, whole[index], path)
 
 
 def test_half_precision_is_read_as_such_and_written_in_several_files(
@@ -345,29 +328,6 @@ def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
   for name in ('q', 'kv', 'out'):
     name = f'layers/attention/{name}'
     assert np.any(back[name] != base[name])
-
-
-class Averaged(experiment.Experiment):
-  """The experiment with averaged weights."""
-
-  def init_fn(self, rng):
-    params, _ = super().init_fn(rng)
-    return params, {sharded.EMA: params}
-
-  def after_update(self, before, after):
-    return sharded.average_weights(before, after, 0.9)
-
-
-def test_exports_choose_averaged_weights(run, tmp_path):
-  rules = (('state/params/(.*)', r'state/params/\1'),)
-  cls = f'{__name__}:Averaged'
-  tuned(run('llama3'), tmp_path, restore_rules=rules, experiment_class=cls)
-  for weights in (None, 'raw'):
-    out, back = (tmp_path / f'{x}-{weights}' for x in ('out', 'back'))
-    hf.export_run(tmp_path / 'tuned', out, weights=weights)
-    hf.import_model(out, back)
-    which = weights or 'averaged'
-    assert_same_weights(tmp_path / 'tuned', back, which)
 
 
 @pytest.mark.parametrize('is_gemma', [False, True])

@@ -185,19 +185,6 @@ def test_documents_packed_into_a_row_cost_what_they_cost_alone():
   assert abs(together - alone) > 0.01  # Unless they see each other.
 
 
-def test_weights_have_axes():
-  for config in VARIANTS.values():
-    boxed = jax.eval_shape(lambda: model.init(jax.random.key(0), config))  # noqa: B023
-    for module, weights in boxed.items():
-      for x in weights.values():
-        assert x.value.dtype == jnp.float32
-        assert len(x.axes) == x.value.ndim
-        assert set(x.axes) <= {None, *partitioning.AXIS_NAMES}
-        assert (x.axes[0] == 'layers') == module.startswith('layers/')
-    qkv = boxed['layers/attention']['qkv']
-    assert qkv.axes == ('layers', 'embed', None, 'heads', 'kv')
-
-
 def test_initial_weights_and_loss():
   config = dataclasses.replace(TINY, embed_dim=128, mlp_dim=256, vocab_size=257)
   typed = _init(jax.random.key(3), config)
@@ -298,12 +285,6 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
   with partitioner.activate():
     actual = loss_and_grads(split, in_shardings=places)
   _assert_trees_close(actual, loss_and_grads(config), rtol=1e-4, atol=1e-6)
-
-
-def test_scanned_and_unrolled_start_from_the_same_weights():
-  scanned = dataclasses.replace(TINY, scan_layers=True)
-  rng = jax.random.key(0)
-  _assert_trees_close(_init(rng, scanned), _init(rng, TINY), rtol=0)
 
 
 @pytest.mark.parametrize(
