@@ -293,16 +293,6 @@ def test_rotary_positions_turn_pairs_as_complex_numbers(base):
   np.testing.assert_allclose(for_all[0], expected[0], atol=1e-5)
 
 
-@pytest.mark.parametrize('longest', [(), (200.0,)])
-def test_sinusoidal_positions(longest):
-  positions = np.array([[0, 1, 2], [30, 4, 11]])
-  angles = positions[..., None] / np.geomspace(1, *(longest or (1e4,)), 5)
-  sinusoids = jax.jit(transformer.sinusoidal_positions, static_argnums=(1, 2))
-  actual = sinusoids(positions, 10, *longest)
-  expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-  np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
 # ---- Element by element.
 
 
@@ -344,19 +334,6 @@ def test_activations():
     x = jnp.asarray(np.stack(hidden[:parts], axis=2), jnp.float32)
     actual = jax.jit(transformer.activate, static_argnums=0)(name, x)
     np.testing.assert_allclose(actual, values, atol=1e-6)
-
-
-def test_caps_and_query_scales():
-  x = 5 * _normal(7)
-  (x32,) = _float32(x)
-  np.testing.assert_allclose(
-    transformer.cap(x32, 2.0), 2 * np.tanh(x / 2), rtol=1e-5
-  )
-  assert transformer.cap(x32, 0.0) is x32
-  np.testing.assert_allclose(
-    transformer.query_scale(x32), np.log2(1 + np.exp(x)), rtol=1e-5
-  )
-  assert transformer.query_scale(jnp.zeros(1))[0] == 1
 
 
 def test_dropout_depends_on_row_and_place_only():

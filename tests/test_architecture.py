@@ -1,4 +1,4 @@
-"""The rules of the architecture: import directions, and who knows what.
+"""The rules of the architecture: modules import from lower floors only.
 
 Each rule lists its violations as `file:line: what is wrong`. Ruff refuses
 relative imports, neural-network libraries and an early TensorFlow.
@@ -8,8 +8,6 @@ import ast
 from collections.abc import Iterator
 import graphlib
 import pathlib
-
-import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -29,17 +27,6 @@ FLOOR = {
   unit: number
   for number, line in enumerate(f'errors{FLOORS}'.split('\n'))
   for unit in line.split()
-}
-
-# Names that only some modules may use -> what begins the names of these.
-RESERVED = {
-  # `indexed` marks the flags as parsed, for Grain, which has some of its own.
-  'FLAGS config_flags': ('platform', 'inputs.indexed', 'examples/'),
-  'Mesh NamedSharding PartitionSpec make_mesh': (
-    *('parallel.mesh', 'parallel.partitioning'),
-    *('parallel.placement', 'parallel.devices'),
-  ),
-  'difflib': ('errors', 'examples/pax/layer_runs.py'),
 }
 
 
@@ -85,13 +72,6 @@ def imported_by(node: ast.AST) -> Iterator[str]:
       yield '.' if node.level else name if is_module else str(node.module)
 
 
-def name_of(node: ast.AST) -> str:
-  """Returns the last name of an expression: `config` for `self.config`."""
-  if isinstance(node, ast.Attribute):
-    return node.attr
-  return node.id if isinstance(node, ast.Name) else ''
-
-
 LIBRARY = parsed('jaxline')
 FORKS = parsed('examples', 'configs')
 
@@ -130,21 +110,3 @@ def test_examples_do_not_import_each_other():
     others = used - shared - {*module.path.parts[1:2]}
     # A config may ask the one example that it configures for its numbers.
     assert len(others) <= (module.path.parts[0] == 'configs'), module.path
-
-
-@pytest.mark.parametrize('names', RESERVED)
-def test_only_some_modules_know(names):
-  reserved = set(names.split())
-
-  def used(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.Import | ast.ImportFrom):
-      return {alias.name.split('.')[-1] for alias in node.names}
-    return {name_of(node)}
-
-  refuse(
-    (module, node, f'{sorted(used(node) & reserved)}')
-    for module in LIBRARY + FORKS
-    if not module.name.startswith(RESERVED[names])
-    for node in module.nodes
-    if used(node) & reserved
-  )

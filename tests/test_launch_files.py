@@ -1,4 +1,4 @@
-"""The files in launch/, and the recipes in docs/reference/launching.md.
+"""The files in launch/.
 
 No cluster is needed: programs of the names that a cluster has (srun, gcloud)
 stand in for them, and start real processes.
@@ -19,7 +19,6 @@ from jaxline.supervision import preemption
 from tests import processes
 
 ROOT = processes.ROOT
-PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
 
 
@@ -258,16 +257,3 @@ def test_tpu_vm_gives_up_what_never_lasts(worker):
   *starts, last = log.read_text().splitlines()
   assert len(starts) == 5
   assert 'ended with 70' in last
-
-
-# --- The recipes -------------------------------------------------------------
-
-
-def test_recipes_parse():
-  text = PAGE.read_text(encoding='utf-8')
-  blocks = re.findall(r'^```(bash|yaml)\n(.*?)^```$', text, re.M | re.S)
-  for language, block in blocks:
-    if language == 'bash':
-      subprocess.run(['bash', '-n'], input=block, text=True, check=True)
-    else:
-      assert yaml.safe_load(block), block

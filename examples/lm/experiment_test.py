@@ -16,7 +16,6 @@ from examples import decoding
 import jaxline
 from jaxline import errors
 from jaxline.base import trees
-from tests import processes
 
 from . import experiment
 from . import model
@@ -223,25 +222,6 @@ def test_a_batch_is_rounded_up_to_the_devices(
   subject.train_feed.close()
   assert scalars['tokens_per_step'] == used * 16
   assert (f'has {used} rows' in caplog.text) == (used != rows)
-
-
-@pytest.mark.process
-def test_the_first_command_on_eight_devices(config, tmp_path):
-  """That of the README, with a smaller model, on a little text."""
-  values = {'files': config.experiment_kwargs.config.files, 'length': 16}
-  values |= {'eval_fraction': 0.2, 'sample_length': 0, 'sample_prompt': ''}
-  values |= {'model.num_layers': 1, 'model.embed_dim': 16}
-  values |= {'model.num_heads': 2, 'model.mlp_dim': 16}
-  found = processes.run(
-    *('experiment.py', '--config=configs/lm.py'),
-    *('--jaxline_mode=train_and_eval', '--config.training_steps=2'),
-    f'--config.checkpoint_dir={tmp_path / "run"}',
-    *(f'--config.experiment_kwargs.config.{k}={x}' for k, x in values.items()),
-    XLA_FLAGS='--xla_force_host_platform_device_count=8',
-  )
-  assert found.returncode == 0, found.stderr
-  assert found.stderr.count('A batch has 8 rows') == 1
-  assert 'eval step 2 | ' in found.stdout
 
 
 def test_decoding_with_a_cache_is_decoding_without(config):

@@ -1,6 +1,6 @@
-"""Tests of the language model against independent formulas.
+"""Each way to run the language model gives the same numbers.
 
-Shapes: as in model.py.
+`hf_test.py` compares them with transformers. Shapes: as in model.py.
 """
 
 import dataclasses
@@ -88,77 +88,6 @@ def _assert_trees_close(actual, expected, **tolerance):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected
   )
-
-
-# ---- An independent program: numpy, float64, one position at a time.
-
-
-def _numpy_norm(x, scale):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
-
-
-def _numpy_turn(vector, position):
-  """Turns pairs as complex numbers."""
-  half = len(vector) // 2
-  pairs = vector[:half] + 1j * vector[half:]
-  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
-  return np.concatenate([pairs.real, pairs.imag])
-
-
-def _numpy_attention(q_LK, k_LK, v_LK):
-  out = []
-  for i in range(len(q_LK)):
-    scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
-    p = np.exp(scores) / np.exp(scores).sum()
-    out.append(p @ v_LK[: i + 1])
-  return np.array(out)
-
-
-def _numpy_logits(params, tokens_L, config):
-  w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  x = w['embedding']['tokens'][tokens_L]
-  if config.positions == 'learned':
-    x = x + w['embedding']['positions'][: len(tokens_L)]
-  for n in range(config.num_layers):
-    attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
-    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
-    branch = 0
-    for head in range(config.num_heads):
-      q, k, v = (h @ attention['qkv'][n, :, i, head] for i in range(3))
-      if config.positions == 'rotary':
-        q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
-        k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
-      branch = branch + _numpy_attention(q, k, v) @ attention['out'][n, head]
-    x = x + branch
-    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
-    a = h @ feed_forward['in'][n, :, 0]
-    if config.feed_forward == 'swiglu':
-      a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
-    else:
-      inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
-      a = 0.5 * a * (1 + np.tanh(inner))
-    x = x + a @ feed_forward['out'][n]
-  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
-
-
-@pytest.mark.parametrize('name', VARIANTS)
-def test_logits_and_loss_match_an_independent_program(name):
-  config = VARIANTS[name]
-  params, tokens = params_of(config), _tokens(config)
-  logits = _apply(params, tokens, config)
-  expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
-  np.testing.assert_allclose(logits, expected, atol=2e-5)
-
-  targets = np.roll(tokens, 1, axis=1)
-  weights = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) % 3
-  nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
-    expected, targets[..., None], -1
-  ).squeeze(-1)
-  total, weight, _ = jax.jit(model.loss, static_argnums=4)(
-    params, tokens, targets, weights, config
-  )
-  assert weight == weights.sum()
-  np.testing.assert_allclose(total, (nats * weights).sum(), rtol=1e-5)
 
 
 def test_documents_packed_into_a_row_cost_what_they_cost_alone():
