@@ -235,6 +235,62 @@ def test_what_does_not_divide_is_refused():
     train(make(3))
 
 
+# What a step overwrites by its gradient.
+
+
+@jax.custom_vjp
+def scaled(x, scale):
+  """A product whose scale learns, by its gradient, how large `x` was."""
+  return x * scale / jax.lax.stop_gradient(scale)
+
+
+def _scaled_forward(x, scale):
+  return x, (x, scale)
+
+
+def _scaled_backward(saved, grad):
+  x, scale = saved
+  return grad, scale / 2 + jnp.abs(x).max()
+
+
+scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+class Scaled(Linear):
+  """Keeps a scale as FP8 products do."""
+
+  def init_fn(self, rng):
+    params, state = super().init_fn(rng)
+    return params, {**state, sharded.OVERWRITE: {'scale': jnp.float32(8)}}
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    scale = model_state[sharded.OVERWRITE]['scale']
+    batch = inputs.Batch(batch, x=scaled(batch.x, scale))
+    loss, values, new = super().loss_fn(
+      params, model_state, batch, rng, is_training
+    )
+    # What it returns of its own is not what is kept.
+    return loss, values, {**new, sharded.OVERWRITE: {'scale': jnp.float32(-1)}}
+
+
+def test_what_is_overwritten_by_its_gradient():
+  parts, data = 4, batch(tokens())
+  experiment = make(parts, [data], cls=Scaled)
+  loss, grad = expected(experiment.state.params['w'], data)
+  (scalars,) = train(experiment)
+  scale = 8.0
+  for part in range(parts):
+    scale = scale / 2 + np.abs(data.x[part::parts]).max()
+  state = jax.device_get(experiment.state)
+  assert state.model_state[sharded.OVERWRITE] == {
+    'scale': pytest.approx(scale, rel=1e-6)
+  }
+  # It is no weight: neither optimized nor part of the gradients.
+  np.testing.assert_allclose(scalars['loss'], loss, rtol=2e-6)
+  assert scalars['grad_norm'] == pytest.approx(np.linalg.norm(grad), rel=2e-6)
+  assert 'scale' not in str(jax.tree.structure(state.opt_state))
+
+
 def test_weights_that_cancel_are_no_empty_batch():
   class Sums(Linear):
     def loss_fn(self, *args):
