@@ -151,7 +151,7 @@ class Lost(toy.Sharded):
       os.kill(os.getpid(), signal.SIGKILL)
     return super().step(global_step=global_step, **kwargs)
 
-platform.main(Lost, sys.argv)
+platform.main(Lost, sys.argv[1:])
 """
 
 

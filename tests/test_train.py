@@ -302,22 +302,26 @@ def test_only_the_first_host_writes_and_saves_unless_all_do(key, monkeypatch):
   )
 
 
-class NanAtStep2(Plain):
-  def step(self, **kwargs):
-    super().step(**kwargs)
-    return {'loss': math.nan if kwargs['global_step'] == 1 else 1.0}
+def test_a_step_is_judged_before_it_is_saved():
+  class NanAtStep2(Plain):
+    def step(self, **kwargs):
+      super().step(**kwargs)
+      return {'loss': math.nan if kwargs['global_step'] == 1 else 1.0}
 
-
-def test_a_step_is_judged_before_it_is_saved_and_evaluated():
-  config = make_config(
-    save_checkpoint_interval=1, eval_interval=1, on_nonfinite='raise'
-  )
-  log, checkpointer = Log(), Recorder(config)
-  cls = functools.partial(NanAtStep2, log=log)
+  config = make_config(save_checkpoint_interval=1, on_nonfinite='raise')
+  checkpointer = Recorder(config)
   with pytest.raises(nonfinite.NonfiniteError, match='step 2'):
-    train.Run(cls, config, checkpointer).train_and_eval()
+    run(NanAtStep2, config, checkpointer)
   assert checkpointer.saves() == [1]
-  assert log.evals == [(1, 1.0)]
+
+
+def test_a_step_is_judged_before_it_is_evaluated():
+  log = Log()
+  cls = functools.partial(Plain, log=log, scalars={'loss': math.nan})
+  config = make_config(1, eval_interval=1, on_nonfinite='raise')
+  with pytest.raises(nonfinite.NonfiniteError):
+    train.Run(cls, config).train_and_eval()
+  assert log.evals == []
 
 
 # Errors.
