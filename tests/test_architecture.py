@@ -1,4 +1,4 @@
-"""The rules of the architecture: modules import from lower floors only.
+"""The rules of the architecture: import directions, and who knows what.
 
 Each rule lists its violations as `file:line: what is wrong`. Ruff refuses
 relative imports, neural-network libraries and an early TensorFlow.
@@ -6,8 +6,14 @@ relative imports, neural-network libraries and an early TensorFlow.
 
 import ast
 from collections.abc import Iterator
+import dataclasses
+import functools
 import graphlib
 import pathlib
+
+import pytest
+
+from jaxline import base_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -29,34 +35,53 @@ FLOOR = {
   for unit in line.split()
 }
 
+# Names that only some modules may use -> what begins the names of these.
+RESERVED = {
+  # `indexed` marks the flags as parsed, for Grain, which has some of its own.
+  'FLAGS config_flags': ('platform', 'inputs.indexed', 'examples/'),
+  'Mesh NamedSharding PartitionSpec make_mesh': (
+    *('parallel.mesh', 'parallel.partitioning'),
+    *('parallel.placement', 'parallel.devices'),
+  ),
+  'difflib': ('errors', 'examples/pax/layer_runs.py'),
+}
 
+
+@dataclasses.dataclass(frozen=True)
 class Module:
-  """A parsed file; `name` is 'metrics.rates', or the path of a fork's file.
+  """A parsed file; `name` is 'metrics.rates', or the path of a fork's file."""
 
-  Attributes:
-    imports: each import, also inside functions, with the module's full name.
-    library_imports: those of the library, without its name.
-  """
+  path: pathlib.Path
+  name: str
+  tree: ast.Module
 
-  def __init__(self, path: pathlib.Path):
-    self.path = path.relative_to(ROOT)
-    self.name = str(self.path)
-    if self.path.parts[0] == 'jaxline':
-      parts = self.path.with_suffix('').parts[1:]
-      self.name = '.'.join(part for part in parts if part != '__init__')
-    text = path.read_text(encoding='utf-8')
-    self.nodes = [*ast.walk(ast.parse(text, str(self.path)))]
-    self.imports = [(n, name) for n in self.nodes for name in imported_by(n)]
-    self.library_imports = [
-      (n, name.removeprefix('jaxline.'))
-      for n, name in self.imports
-      if name.startswith('jaxline.')
-    ]
+  @functools.cached_property
+  def nodes(self) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(self.tree))
+
+  @functools.cached_property
+  def imports(self) -> tuple[tuple[ast.AST, str], ...]:
+    """Each import, also inside functions, with the module's full name."""
+    return tuple((n, name) for n in self.nodes for name in imported_by(n))
+
+  @property
+  def library_imports(self) -> Iterator[tuple[ast.AST, str]]:
+    for node, name in self.imports:
+      if name.startswith('jaxline.'):
+        yield node, name.removeprefix('jaxline.')
 
 
 def parsed(*folders: str) -> list[Module]:
-  paths = sorted(x for f in folders for x in (ROOT / f).rglob('*.py'))
-  return [Module(path) for path in paths]
+  found = []
+  for path in sorted(x for f in folders for x in (ROOT / f).rglob('*.py')):
+    relative = path.relative_to(ROOT)
+    name = str(relative)
+    if relative.parts[0] == 'jaxline':
+      parts = relative.with_suffix('').parts[1:]
+      name = '.'.join(part for part in parts if part != '__init__')
+    tree = ast.parse(path.read_text(encoding='utf-8'), str(relative))
+    found.append(Module(relative, name, tree))
+  return found
 
 
 def imported_by(node: ast.AST) -> Iterator[str]:
@@ -70,6 +95,13 @@ def imported_by(node: ast.AST) -> Iterator[str]:
       path = ROOT.joinpath(*name.split('.'))
       is_module = path.with_suffix('.py').exists() or path.is_dir()
       yield '.' if node.level else name if is_module else str(node.module)
+
+
+def name_of(node: ast.AST) -> str:
+  """Returns the last name of an expression: `config` for `self.config`."""
+  if isinstance(node, ast.Attribute):
+    return node.attr
+  return node.id if isinstance(node, ast.Name) else ''
 
 
 LIBRARY = parsed('jaxline')
@@ -96,6 +128,10 @@ def test_imports_go_down():
   )
 
 
+def test_the_house_has_at_most_eight_floors():
+  assert max(FLOOR.values()) <= 8
+
+
 def test_no_module_imports_itself_through_others():
   """`prepare` raises CycleError, which names the circle."""
   graph = {m.name: {name for _, name in m.library_imports} for m in LIBRARY}
@@ -110,3 +146,105 @@ def test_examples_do_not_import_each_other():
     others = used - shared - {*module.path.parts[1:2]}
     # A config may ask the one example that it configures for its numbers.
     assert len(others) <= (module.path.parts[0] == 'configs'), module.path
+
+
+@pytest.mark.parametrize('names', RESERVED)
+def test_only_some_modules_know(names):
+  reserved = set(names.split())
+
+  def used(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+      return {alias.name.split('.')[-1] for alias in node.names}
+    return {name_of(node)}
+
+  refuse(
+    (module, node, f'{sorted(used(node) & reserved)}')
+    for module in LIBRARY + FORKS
+    if not module.name.startswith(RESERVED[names])
+    for node in module.nodes
+    if used(node) & reserved
+  )
+
+
+def test_few_modules_know_what_jax_does_not_publish():
+  private = {m.name for m in LIBRARY for _, x in m.imports if '._src' in x}
+  assert len(private) <= 4, private
+
+
+def test_there_is_one_training_loop():
+  loops = [
+    module.name
+    for module in LIBRARY + FORKS
+    for node in module.nodes
+    if isinstance(node, ast.While)
+    and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
+  ]
+  assert loops == ['experiment']
+
+
+def test_every_key_is_read_and_has_one_default():
+  read = {
+    node.attr
+    for module in LIBRARY
+    if module.name != 'base_config'
+    for node in module.nodes
+    if isinstance(node, ast.Attribute)
+    and name_of(node.value).strip('_') == 'config'
+  }
+  read |= {
+    argument.value
+    for module in LIBRARY
+    for node in module.nodes
+    if isinstance(node, ast.Call) and name_of(node.func) == 'value_of'
+    for argument in node.args
+    if isinstance(argument, ast.Constant)
+  }
+  assert set(base_config.get_base_config()) <= read
+  owners = 'config', 'cfg', 'experiment_kwargs', 'settings'
+  refuse(
+    (module, node, 'declare the key and its default in a config')
+    for module in LIBRARY + FORKS
+    for node in module.nodes
+    if isinstance(node, ast.Call)
+    and isinstance(node.func, ast.Attribute)
+    and node.func.attr in ('get', 'setdefault')
+    and name_of(node.func.value).strip('_') in owners
+  )
+
+
+def test_the_top_level_has_what_a_forker_reads():
+  top = {m.name for m in LIBRARY if '.' not in m.name and m.path.stem == m.name}
+  assert len(top) <= 14
+  lines = {m.name: (ROOT / m.path).read_text().count('\n') for m in LIBRARY}
+  assert max(lines.values()) <= 500
+
+
+# A parameter of this name, typed as Any, is an object of the unit: the type
+# would be an import that goes up.
+STANDS_FOR = {
+  'run': 'train',
+  'training': 'train',
+  'evaluation': 'evaluation',
+  'experiment': 'experiment',
+  'checkpointer': 'checkpoint',
+}
+# These read a few attributes of an experiment, which hooks give them.
+HIDDEN = {
+  *(('metrics', x) for x in ('console', 'fingerprints', 'rates')),
+  *(('supervision', x) for x in ('nonfinite', 'out_of_memory')),
+  ('compat', 'adapters'),  # JAXline's functions, which a program may rebind.
+}
+
+
+def test_no_parameter_hides_an_import_that_goes_up():
+  refuse(
+    (module, node, f'{argument.arg} is typed as Any')
+    for module in LIBRARY
+    if tuple(module.name.split('.')) not in HIDDEN
+    for node in module.nodes
+    if isinstance(node, ast.FunctionDef)
+    for argument in (*node.args.args, *node.args.kwonlyargs)
+    if name_of(argument.annotation or ast.Name('')) == 'Any'
+    if (unit := STANDS_FOR.get(argument.arg))
+    and FLOOR[unit] > FLOOR[module.name.split('.')[0]]
+  )

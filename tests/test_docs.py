@@ -1,5 +1,6 @@
 """The pages of the documentation: links, commands, and quoted results."""
 
+import ast
 import importlib
 import json
 import pathlib
@@ -60,10 +61,56 @@ def test_links():
   assert not orphans, orphans
 
 
-def test_errors_link_to_sections_of_troubleshooting():
-  page = (ROOT / 'docs' / 'troubleshooting.md').read_text(encoding='utf-8')
-  linked = {x.replace('_', '-') for x in errors._SECTIONS.groupindex}
-  assert linked <= anchors(page)
+# Quoted from Python, pip, absl, JAX, XLA and Grain.
+FOREIGN = """
+, but this version of jax requires version >=
+An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib
+DEADLINE_EXCEEDED
+Failed to add port to server
+Failed to start RPC server
+File too large
+No module named
+No space left on device
+Permission denied
+RegisterTask
+Unknown command line flag
+Unknown flag
+Worker process was terminated unexpectedly with exit code
+[SPMD] Involuntary full rematerialization
+is newer than and incompatible with jax version
+jaxlib is version
+jaxlib version
+not in '>=3.11'
+requires a different Python
+stopped sending heartbeats
+"""
+
+
+def strings(path):
+  """Yields the strings of a module, with NUL in place of each value."""
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    values = (getattr(x, 'value', '') for x in parts)
+    text = ''.join(x if isinstance(x, str) else '\0' for x in values)
+    yield text * ('(?P<' not in text)  # Patterns search for messages.
+
+
+def test_messages_that_troubleshooting_quotes():
+  """The code has them, and an error that ends a run links to its section."""
+  modules = (ROOT / 'jaxline').rglob('*.py')
+  known = '\n'.join(x for path in modules for x in strings(path))
+  foreign = tuple(FOREIGN.strip().splitlines())
+  page, linked = (ROOT / 'docs' / 'troubleshooting.md').read_text(), set()
+  for section in re.split(r'^### ', page, flags=re.M)[1:]:
+    (anchor,) = anchors(f'# {section.splitlines()[0]}')
+    for quote in re.findall(r'^```text\n(.*?)^```$', section, re.M | re.S):
+      parts = (x.strip(' :;') for x in re.split(r'\.\.\.|\n', quote))
+      unknown = [x for x in parts if not x.startswith(foreign)]
+      assert [x for x in unknown if x not in known] == []
+      links = {*map(errors.link, quote.splitlines())} - {''}
+      assert links <= {f' (see docs/troubleshooting.md#{anchor})'}, quote
+      linked |= {anchor.replace('-', '_')} if links else set()
+  assert linked == errors._SECTIONS.groupindex.keys()
 
 
 def test_pages_have_the_kept_results_of_benchmarks():
