@@ -1,45 +1,35 @@
-"""The pages of the documentation: links, and names of files in code."""
+"""The pages of the documentation: links, commands, and quoted results."""
 
 import ast
 import importlib
+import json
 import pathlib
 import re
 import runpy
 import shutil
-import subprocess
 import types
 
 import pytest
 
+from benchmarks import __main__ as benchmarks
+from benchmarks import lm_recipe
 import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import platform
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TEXTS = {'.md', '.ipynb', '.py', '.sh', '.sbatch', '.yaml', '.toml', ''}
 # The target of a Markdown link, without those of other sites.
 LINK = re.compile(r'\]\((?!https?:)([^)\s]+)\)')
 HEADING = re.compile(r'^#+ (.+)$', re.M)
 
 
 def tracked():
-  """Returns the files of the repository, without the recorded runs.
-
-  An environment may be in the clone, under any name.
-  """
-  done = subprocess.run(
-    ['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True
-  )
-  paths = [ROOT / name for name in done.stdout.splitlines()]
-  if not (ROOT / '.git').exists():  # The files of a release.
-    folders = ('docs', 'jaxline', 'examples', 'configs', 'benchmarks', 'tests')
-    paths = [
-      *ROOT.glob('*.md'),
-      *(x for f in folders for x in ROOT.glob(f'{f}/**/*')),
-    ]
+  """Returns the files of the repository or a release, without recorded runs."""
+  folders = 'docs', 'jaxline', 'examples', 'configs', 'benchmarks', 'tests'
+  found = [x for f in folders for x in (ROOT / f).rglob('*') if x.is_file()]
   golden = ROOT / 'tests' / 'golden'
-  return [p for p in paths if p.is_file() and golden not in p.parents]
+  return [*ROOT.glob('*.md'), *(p for p in found if golden not in p.parents)]
 
 
 def anchors(text):
@@ -51,49 +41,24 @@ def anchors(text):
   }
 
 
-def wrong_links(path, text):
-  """Yields the relative links of a page that lead to nothing."""
-  for link in LINK.findall(text):
-    name, _, anchor = link.partition('#')
-    target = path.parent / name if name else path
-    exists = target.exists()
-    if exists and anchor:
-      exists = anchor in anchors(target.read_text(encoding='utf-8'))
-    if not exists:
-      yield link
-
-
 def test_links():
   pages = [p for p in tracked() if p.suffix in ('.md', '.ipynb')]
   assert ROOT / 'README.md' in pages
-  found = {p: p.read_text(encoding='utf-8') for p in pages}
-  wrong = [
-    f'{path.relative_to(ROOT)}: {link}'
-    for path, text in found.items()
-    for link in wrong_links(path, text)
-  ]
+  wrong, linked = [], set()
+  for path in pages:
+    for link in LINK.findall(path.read_text(encoding='utf-8')):
+      name, _, anchor = link.partition('#')
+      target = path.parent / name if name else path
+      linked |= {target.resolve()} - {path}
+      if not target.exists() or (
+        anchor and anchor not in anchors(target.read_text(encoding='utf-8'))
+      ):
+        wrong.append(f'{path.relative_to(ROOT)}: {link}')
   assert not wrong, '\n'.join(wrong)
   # Every page and picture is linked from another page.
-  linked = {
-    (path.parent / link.partition('#')[0]).resolve()
-    for path, text in found.items()
-    for link in LINK.findall(text)
-  }
   pictures = (ROOT / 'docs' / 'images').glob('*.[ps][nv]g')
   orphans = {*(ROOT / 'docs').rglob('*.md'), *pictures} - linked
   assert not orphans, orphans
-
-
-def test_names_of_pages_in_code():
-  wrong = []
-  for path in tracked():
-    if path.suffix not in TEXTS:
-      continue
-    text = path.read_text(encoding='utf-8')
-    for name in re.findall(r'(?<![\w./-])docs/[\w./-]*\w', text):
-      if not (ROOT / name).exists():
-        wrong.append(f'{path.relative_to(ROOT)}: {name}')
-  assert not wrong, '\n'.join(wrong)
 
 
 # Quoted from Python, pip, absl, JAX, XLA and Grain.
@@ -148,6 +113,21 @@ def test_messages_that_troubleshooting_quotes():
   assert linked == errors._SECTIONS.groupindex.keys()
 
 
+def test_pages_have_the_kept_results_of_benchmarks():
+  newest = max((ROOT / 'benchmarks' / 'results').glob('*.json'))
+  found = json.loads(newest.read_text(encoding='utf-8'))
+  text = benchmarks.PAGE.read_text(encoding='utf-8')
+  by_hand = benchmarks._BY_HAND + text.partition(benchmarks._BY_HAND)[2]
+  assert text == benchmarks.page(found, by_hand), (
+    'Run python -m benchmarks --page FILE with the newest file of'
+    ' benchmarks/results.'
+  )
+  rows = json.loads(lm_recipe.RESULTS.read_text(encoding='utf-8'))['rows']
+  page = (ROOT / 'docs' / 'reference' / 'lm_recipe.md').read_text()
+  assert lm_recipe.table(rows) in page
+
+
+@pytest.mark.process
 def test_the_port_from_lightning_learns(tmp_path):
   pytest.importorskip('sklearn')
   page = (ROOT / 'docs' / 'reference' / 'from_lightning.md').read_text()
@@ -159,56 +139,32 @@ def test_the_port_from_lightning_learns(tmp_path):
   assert result.best['eval/accuracy'] > 0.85
 
 
+# A command of a page that starts experiment.py, on one line; and its config.
 COMMAND = re.compile(r'^(?:\w+=\S+ )*python experiment\.py .+', re.M)
-
 CONFIG = re.compile(r'--config=((configs|examples)/\w+\.py)(:([\w:]+)(?!\S))?')
-
-
-def commands(text):
-  """Yields each command of a page that starts experiment.py, on one line."""
-  joined = re.sub(r'\\\n\s*', '', text)
-  yield from COMMAND.findall(joined)
-
-
-def keys_of(config):
-  """Returns the names of all keys, sections included."""
-  names = set(base_config.flat(config.to_dict()))
-  return names | {
-    '.'.join(name.split('.')[:i])
-    for name in names
-    for i in range(1, name.count('.') + 1)
-  }
 
 
 def test_commands_name_configs_and_keys_that_exist():
   checked, wrong = 0, []
   for page in (p for p in tracked() if p.suffix == '.md'):
-    for command in commands(page.read_text(encoding='utf-8')):
+    text = re.sub(r'\\\n\s*', '', page.read_text(encoding='utf-8'))
+    for command in COMMAND.findall(text):
       found = CONFIG.search(command)
       if not found or 'yours' in found[1]:
         continue
-      where = f'{page.relative_to(ROOT)}: {command}'
-      if not (ROOT / found[1]).exists():
-        wrong.append(where)
-        continue
       module = runpy.run_path(str(ROOT / found[1]))
       config = module['get_config'](*filter(None, [found[4]]))
-      keys = keys_of(config)
+      flat = base_config.flat(config.to_dict())
+      # Sections may be named, too.
+      keys = ''.join(f'\n{key}.' for key in flat)
       used = re.findall(r'--config\.([\w.]+)[= ]', command)
-      wrong += [f'{where}: {key}' for key in used if key not in keys]
-      for mode in re.findall(r'--jaxline_mode=(\w+)', command):
-        if mode not in platform.MODES:
-          wrong.append(f'{where}: {mode}')
+      modes = re.findall(r'--jaxline_mode=(\w+)', command)
+      unknown = [key for key in used if f'\n{key}.' not in keys]
+      unknown += set(modes) - set(platform.MODES)
+      wrong += [f'{page.relative_to(ROOT)}: {command}: {x}' for x in unknown]
       checked += len(used)
   assert not wrong, '\n'.join(wrong)
   assert checked > 30
-
-
-def test_every_file_is_on_the_map():
-  text = (ROOT / 'docs' / 'walk.md').read_text(encoding='utf-8')
-  paths = [p for p in (ROOT / 'jaxline').iterdir() if p.name[0] not in '._']
-  names = [f'{p.name}/' if p.is_dir() else p.stem for p in paths]
-  assert [name for name in names if f'`{name}' not in text] == []
 
 
 def test_tests_that_the_table_of_faults_names_exist():
@@ -223,15 +179,6 @@ def test_tests_that_the_table_of_faults_names_exist():
   assert not [name for name in names if f'def {name}(' not in text]
 
 
-def test_a_config_says_what_to_expect():
-  """Its docstring has a command, hardware, results and how long it takes."""
-  for path in sorted((ROOT / 'configs').glob('[!_]*.py')):
-    text = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8')))
-    parts = 'Expected: ', 'Hardware: ', 'Command: ', 'Time: '
-    missing = {x for x in (*parts, path.name) if x not in (text or '')}
-    assert not missing, path
-
-
 @pytest.mark.parametrize('name', ['image', 'lm'])
 def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
   if name == 'image':
@@ -240,11 +187,10 @@ def test_a_copy_of_an_example_uses_the_copy(name, tmp_path, monkeypatch):
   shutil.copytree(ROOT / 'examples' / name, tmp_path / copy)
   monkeypatch.syspath_prepend(tmp_path)
   owners = {}
-  for path in sorted((tmp_path / copy).glob('[!_]*.py')):
+  for path in sorted((tmp_path / copy).glob('*.py')):
     if path.stem.endswith('_test'):
       continue
     module = importlib.import_module(f'{copy}.{path.stem}')
-    assert module.__file__ == str(path)
     for key, value in vars(module).items():
       is_module = isinstance(value, types.ModuleType)
       owner = value.__name__ if is_module else getattr(value, '__module__', '')

@@ -22,15 +22,11 @@ PAGE = ROOT / 'docs' / 'howto.md'
 BLOCK = re.compile(r'^```(\w+)\n(.*?)^```$', re.M | re.S)
 
 
-def sections():
-  """Returns the text below each heading."""
-  _, *parts = re.split(
-    r'^## (.+)\n', PAGE.read_text(encoding='utf-8'), flags=re.M
-  )
-  return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-SECTIONS = sections()
+_, *_parts = re.split(
+  r'^## (.+)\n', PAGE.read_text(encoding='utf-8'), flags=re.M
+)
+# The text below each heading.
+SECTIONS = dict(zip(_parts[::2], _parts[1::2], strict=True))
 
 
 def blocks(section, language):
@@ -51,16 +47,17 @@ def hunks(diff):
       yield name, '\n'.join(old), '\n'.join(new)
 
 
-def apply(root, section):
-  """Makes the changes of a section in a copy of the repository."""
-  for code in blocks(section, 'python'):
-    if code.startswith('# examples/'):
-      name, _, source = code.partition('\n')
-      (root / name.removeprefix('# ')).write_text(source)
-  diffs = blocks(section, 'diff')
-  assert diffs
-  for diff in diffs:
-    change(root, diff)
+def apply(root, *names):
+  """Makes the changes of sections in a copy of the repository."""
+  for section in names:
+    for code in blocks(section, 'python'):
+      if code.startswith('# examples/'):
+        name, _, source = code.partition('\n')
+        (root / name.removeprefix('# ')).write_text(source)
+    diffs = blocks(section, 'diff')
+    assert diffs
+    for diff in diffs:
+      change(root, diff)
 
 
 def change(root, diff):
@@ -79,17 +76,15 @@ def copy(tmp_path, monkeypatch):
     shutil.copytree(ROOT / name, root / name)
   monkeypatch.syspath_prepend(root)
   monkeypatch.chdir(tmp_path)
-  loaded = {
-    name: module
-    for name, module in sys.modules.items()
-    if name.split('.')[0] in ('examples', 'configs')
-  }
-  for name in loaded:
+  for name in imported():
     monkeypatch.delitem(sys.modules, name)
   yield root
-  for name in list(sys.modules):
-    if name.split('.')[0] in ('examples', 'configs'):
-      del sys.modules[name]
+  for name in imported():
+    del sys.modules[name]
+
+
+def imported():
+  return [x for x in sys.modules if x.split('.')[0] in ('examples', 'configs')]
 
 
 def tiny(root):
@@ -101,20 +96,13 @@ def tiny(root):
   assert pathlib.Path(lm.__file__).is_relative_to(root)
   config = lm.get_config()
   config.checkpoint_dir = str(root.parent / 'runs' / 'a')
-  config.training_steps = 20
-  config.eval_interval = 10
-  config.save_checkpoint_interval = 10
-  config.log_train_data_interval = 10
+  config.update(training_steps=20, eval_interval=10)
+  config.update(save_checkpoint_interval=10, log_train_data_interval=10)
   kwargs = config.experiment_kwargs.config
-  kwargs.files = str(root / 'file*.txt')
-  kwargs.eval_fraction = 0.2
-  kwargs.cache_dir = str(root / 'cache')
-  kwargs.model.num_layers = 1
-  kwargs.model.embed_dim = 16
-  kwargs.model.num_heads = 2
-  kwargs.model.mlp_dim = 32
-  kwargs.model.max_length = kwargs.length = 16
-  kwargs.sample_length = 4
+  kwargs.update(files=str(root / 'file*.txt'), cache_dir=str(root / 'cache'))
+  kwargs.update(eval_fraction=0.2, length=16, sample_length=4)
+  kwargs.model.update(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32)
+  kwargs.model.max_length = 16
   return config
 
 
@@ -124,16 +112,9 @@ def train(config, **overrides):
 
 @pytest.mark.process
 def test_recipes_that_go_together(copy):
-  for section in (
-    'Add a metric',
-    'Add an image or a text',
-    'Add a writer',
-    'Call a function every so often',
-    'Add a config key',
-    'Change the optimizer',
-    'Average the weights',
-  ):
-    apply(copy, section)
+  apply(copy, 'Add a metric', 'Add an image or a text', 'Add a writer')
+  apply(copy, 'Call a function every so often', 'Add a config key')
+  apply(copy, 'Change the optimizer', 'Average the weights')
   config = tiny(copy)
   assert config.experiment_kwargs.config.table_rate == 0.1
   result = train(config)
@@ -150,7 +131,6 @@ def test_recipes_that_go_together(copy):
     result.history[f'eval/{name}'][:, 1] for name in ('loss', 'perplexity')
   )
   np.testing.assert_allclose(perplexities, np.exp(losses), rtol=1e-6)
-  assert ((x := result.history['train/filled'][:, 1]) > 0.9).all(), x
   assert (result.history['train/update_norm'][:, 1] > 0).all()
 
   records = (run / 'eval' / 'metrics.jsonl').read_text().splitlines()
@@ -203,12 +183,8 @@ def test_own_data_and_fine_tuning(copy):
 
 @pytest.mark.process
 def test_arrays_bfloat16_and_a_schedule_of_the_clip(copy):
-  for section in (
-    'Read arrays in memory',
-    'Compute in bfloat16',
-    'Clip by a schedule',
-  ):
-    apply(copy, section)
+  apply(copy, 'Read arrays in memory', 'Compute in bfloat16')
+  apply(copy, 'Clip by a schedule')
   minimal = importlib.import_module('examples.minimal')
   rows = np.arange(20, dtype=np.int32).repeat(9).reshape(20, 9)
   for name in ('train', 'eval'):
@@ -269,21 +245,3 @@ def test_from_python(copy):
   )
   shapes = jax.tree.map(np.shape, names['params'])
   assert shapes['embedding']['tokens'] == (2048, 16)
-
-
-@pytest.mark.process
-@pytest.mark.usefixtures('compiles')
-def test_a_sweep_from_python_compiles_one_step(copy, monkeypatch, capsys):
-  apply(copy, 'Sweep a learning rate')
-  (code,) = blocks('Sweep a learning rate', 'python')
-  lm = importlib.import_module('configs.lm')
-  config = tiny(copy)
-  config.training_steps = config.eval_interval = 2
-  config.compilation_cache = str(copy / 'programs')
-  monkeypatch.setattr(lm, 'get_config', config.copy_and_resolve_references)
-  exec(code, {})
-  out = capsys.readouterr().out
-  rates = re.findall(r"rate=(\S+) {'eval/bits_per_byte': (\S+)}$", out, re.M)
-  assert {rate for rate, _ in rates} == {'0.001', '0.003', '0.01'}
-  assert [x for _, x in rates] == sorted(x for _, x in rates)
-  assert len([*(copy / 'programs').glob('jit_step-*-cache')]) == 1

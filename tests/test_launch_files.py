@@ -1,4 +1,4 @@
-"""The files in launch/, and the recipes in docs/reference/launching.md.
+"""The files in launch/.
 
 No cluster is needed: programs of the names that a cluster has (srun, gcloud)
 stand in for them, and start real processes.
@@ -19,9 +19,7 @@ from jaxline.supervision import preemption
 from tests import processes
 
 ROOT = processes.ROOT
-PAGE = ROOT / 'docs' / 'reference' / 'launching.md'
 LAUNCH = ROOT / 'launch'
-TIMEOUT_SECS = 100
 
 
 def program(folder, name, text):
@@ -37,35 +35,24 @@ def on_path(folder, **more):
   return os.environ | {'PATH': path, 'PYTHONPATH': str(ROOT), **more}
 
 
+def call(*args, env):
+  return subprocess.run(
+    args, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100
+  )
+
+
 # --- Slurm -------------------------------------------------------------------
 
-# Starts as many processes as the header asks for, on one node, and tells them
-# what Slurm would. Passes SIGTERM on, as Slurm does by itself, and ends with
+# Starts two processes on one node, tells them what Slurm would, and ends with
 # the highest code.
-SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
-argv = sys.argv[1:]
-options = []
-while argv[0].startswith('-'):
-  options.append(argv.pop(0))
-print(*options, os.environ.get('SRUN_CPUS_PER_TASK'))
-count = int(os.environ['SLURM_NTASKS'])
-processes = [
-  subprocess.Popen(argv, env=os.environ | {{
-    'SLURM_STEP_NODELIST': 'localhost',
-    'SLURM_STEP_NUM_NODES': '1',
-    'SLURM_STEP_TASKS_PER_NODE': str(count),
-    'SLURM_PROCID': str(i),
-    'SLURM_LOCALID': str(i),
-  }})
-  for i in range(count)
-]
-def pass_on(signum, frame):
-  for process in processes:
-    process.send_signal(signum)
-signal.signal(signal.SIGTERM, pass_on)
-codes = [process.wait() for process in processes]
-sys.exit(max(128 - code if code < 0 else code for code in codes))
+SRUN = """#!/bin/bash
+for i in 1 2 3 4; do echo "$1"; shift; done; echo "$SRUN_CPUS_PER_TASK"
+export SLURM_STEP_NODELIST=localhost SLURM_STEP_NUM_NODES=1
+export SLURM_STEP_TASKS_PER_NODE=2
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@"; code=$?
+wait $first; other=$?
+exit $((code > other ? code : other))
 """
 
 MEET = """
@@ -87,40 +74,33 @@ def slurm(tmp_path):
   program(tmp_path, 'srun', SRUN)
   program(tmp_path, 'scontrol', f'#!/bin/sh\necho "$@" >> {tmp_path}/control')
 
-  def start(text, *args, **more):
-    (tmp_path / 'program.py').write_text(text)
+  def run(text, *args, **more):
+    path = tmp_path / 'program.py'
+    path.write_text(text)
     env = on_path(
       tmp_path,
       # JAX takes its port from it.
       SLURM_JOB_ID=str(os.getpid()),
       SLURM_NTASKS='2',
-      PYTHON=sys.executable,
-      PROGRAM=str(tmp_path / 'program.py'),
       JAX_PLATFORMS='cpu',
-      **more,
+      PROGRAM=str(path),
+      **{'PYTHON': sys.executable, **more},
     )
-    return subprocess.Popen(
-      ['bash', LAUNCH / 'slurm.sbatch', *args],
-      env=env,
-      cwd=ROOT,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+    return call('bash', LAUNCH / 'slurm.sbatch', *args, env=env)
 
-  return start
+  return run
 
 
 @pytest.mark.process
 def test_slurm_processes_meet(slurm):
   run = '--config.checkpoint_dir=/a/b c'
-  with slurm(MEET, '--config=x.py', run, SLURM_CPUS_PER_TASK='6') as job:
-    out, err = job.communicate(timeout=TIMEOUT_SECS)
-  assert job.returncode == 0, err
+  job = slurm(MEET, '--config=x.py', run, SLURM_CPUS_PER_TASK='6')
+  assert job.returncode == 0, job.stderr
   for process in range(2):
-    assert f"process {process} sees [0, 1] ['--config=x.py', '{run}']" in out
-  assert '--label --unbuffered --kill-on-bad-exit=0 --wait=300 6\n' in out
+    said = f"process {process} sees [0, 1] ['--config=x.py', '{run}']"
+    assert said in job.stdout
+  options = '--label\n--unbuffered\n--kill-on-bad-exit=0\n--wait=300\n6\n'
+  assert job.stdout.startswith(options)
 
 
 @pytest.mark.parametrize(
@@ -134,43 +114,30 @@ def test_slurm_processes_meet(slurm):
   ],
 )
 def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
-  with slurm(
-    f'raise SystemExit({code})',
-    '--config.checkpoint_dir=/a',
-    SLURM_RESTART_COUNT=str(restarts),
-  ) as job:
-    job.communicate(timeout=TIMEOUT_SECS)
-  assert job.returncode == code
+  directory, program = '--config.checkpoint_dir=/a', f'exit {code}'
+  done = slurm(
+    program, directory, PYTHON='bash', SLURM_RESTART_COUNT=f'{restarts}'
+  )
+  assert done.returncode == code
   said = tmp_path / 'control'
   assert said.exists() == requeued
   if requeued:
     assert said.read_text() == f'requeue {os.getpid()}\n'
-
-
-def test_slurm_needs_a_directory(slurm):
-  with slurm('', '--config=configs/lm.py') as job:
-    _, err = job.communicate(timeout=TIMEOUT_SECS)
-  assert job.returncode == 2
-  assert 'give --config.checkpoint_dir=DIR' in err
+  # The next job must find the run of this one.
+  done = slurm(program, '--config=configs/lm.py', PYTHON='bash')
+  assert done.returncode == 2
+  assert 'give --config.checkpoint_dir=DIR' in done.stderr
 
 
 # --- Kubernetes --------------------------------------------------------------
 
 
-def parameters():
-  """Returns what the head of jobset.yaml exports."""
+def test_jobset():
   text = (LAUNCH / 'jobset.yaml').read_text()
-  return dict(re.findall(r'^#   export ([A-Z]+)=(.*)$', text, re.M))
-
-
-@pytest.fixture
-def jobset():
-  text = (LAUNCH / 'jobset.yaml').read_text()
+  # What its head exports.
+  exported = dict(re.findall(r'^#   export ([A-Z]+)=(.*)$', text, re.M))
   body = re.sub(r'^#.*\n', '', text, flags=re.M)
-  return yaml.safe_load(string.Template(body).substitute(parameters()))
-
-
-def test_jobset(jobset):
+  jobset = yaml.safe_load(string.Template(body).substitute(exported))
   (replicated,) = jobset['spec']['replicatedJobs']
   job = replicated['template']['spec']
   pod = job['template']['spec']
@@ -182,7 +149,7 @@ def test_jobset(jobset):
   sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
   per_pod = container['resources']['limits']['google.com/tpu']
   assert job['parallelism'] * per_pod == math.prod(map(int, sides))
-  directory = f'{parameters()["RUNS"]}/{jobset["metadata"]["name"]}'
+  directory = f'{exported["RUNS"]}/{jobset["metadata"]["name"]}'
   assert f'--config.checkpoint_dir={directory}' in container['command']
   # A run has time to save, and is started anew unless that is of no use.
   assert pod['terminationGracePeriodSeconds'] >= 300
@@ -195,15 +162,10 @@ def test_jobset(jobset):
 # --- Cloud TPU ---------------------------------------------------------------
 
 
-def tpu_vm(*args, env=None, **more):
-  return subprocess.run(
-    [LAUNCH / 'tpu_vm.sh', *args],
-    env=env or os.environ | more,
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=TIMEOUT_SECS,
-  )
+def tpu_vm(*args, env):
+  done = call(LAUNCH / 'tpu_vm.sh', *args, env=env)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
 
 
 def test_tpu_vm_says_or_does_what_is_typed(tmp_path):
@@ -214,23 +176,19 @@ def test_tpu_vm_says_or_does_what_is_typed(tmp_path):
     SLICES='4', DATA='gs://b/text', TMPDIR=f'{tmp_path}/tmp',
   )  # fmt: skip
 
-  def said(*args):
-    result = tpu_vm('--dry-run', *args, env=env)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-  gcloud = 'gcloud compute tpus queued-resources'
-  create = said('create')
-  assert create.startswith(f'{gcloud} create lm ')
-  assert '--node-count=4 --node-prefix=lm' in create
-  assert said('delete').startswith(f'{gcloud} delete lm ')
-  assert 'rsync --recursive gs://b/text data' in said('install')
-  for name in ('run', 'stop'):
-    line = said(name, '--config.checkpoint_dir=/runs/a')
-    assert line.startswith(f'{gcloud} ssh lm --node=all --worker=all ')
+  for name, said in {
+    'create': '^gcloud compute tpus queued-resources create lm .*'
+    '--node-count=4 --node-prefix=lm',
+    'delete': 'queued-resources delete lm ',
+    'install': 'rsync --recursive gs://b/text data',
+    'run': 'ssh lm --node=all --worker=all ',
+    'stop': 'ssh lm --node=all --worker=all ',
+  }.items():
+    shown = tpu_vm('--dry-run', name, '--config.checkpoint_dir=/a', env=env)
+    assert re.search(said, shown), shown
   assert not (tmp_path / 'called').exists()
   # What is really copied has a name that nobody can know, and is removed.
-  assert tpu_vm('install', env=env).returncode == 0
+  tpu_vm('install', env=env)
   assert f' scp {tmp_path}/tmp/tmp.' in (tmp_path / 'called').read_text()
   assert not [*(tmp_path / 'tmp').iterdir()]
 
@@ -276,15 +234,12 @@ def worker(tmp_path):
 def test_tpu_vm_runs_and_stops(worker):
   env, folder = worker(75, 134)
   log, pid = folder / 'run.log', folder / 'run.pid'
-  result = tpu_vm(
-    'run', '--config=x.py', '--config.checkpoint_dir=/runs/a b', env=env
-  )
-  assert result.returncode == 0, result.stderr
+  options = '--config=x.py', '--config.checkpoint_dir=/runs/a b'
+  tpu_vm('run', *options, env=env)
   try:
     processes.wait_until(lambda: log.exists() and 'waiting' in log.read_text())
-    assert tpu_vm('stop', env=env).returncode == 0
-    line = 'experiment.py --jaxline_ensure_tpu --config=x.py'
-    line += ' --config.checkpoint_dir=/runs/a b'
+    tpu_vm('stop', env=env)
+    line = f'experiment.py --jaxline_ensure_tpu {" ".join(options)}'
     # Started anew after 75 and 134, and not once it was told to stop.
     processes.wait_until(lambda: processes.is_gone(int(pid.read_text())))
     assert log.read_text().splitlines() == [line] * 3 + ['waiting']
@@ -296,25 +251,9 @@ def test_tpu_vm_runs_and_stops(worker):
 def test_tpu_vm_gives_up_what_never_lasts(worker):
   """As where a worker is gone for good: the others must not wait for ever."""
   env, folder = worker(*[70] * 9)
-  result = tpu_vm('run', '--config.checkpoint_dir=/runs/a', env=env)
-  assert result.returncode == 0, result.stderr
+  tpu_vm('run', '--config.checkpoint_dir=/runs/a', env=env)
   log = folder / 'run.log'
   processes.wait_until(lambda: log.exists() and 'tpu_vm.sh' in log.read_text())
   *starts, last = log.read_text().splitlines()
   assert len(starts) == 5
   assert 'ended with 70' in last
-
-
-# --- The recipes -------------------------------------------------------------
-
-
-def blocks(language):
-  text = PAGE.read_text(encoding='utf-8')
-  return re.findall(rf'^```{language}\n(.*?)^```$', text, re.M | re.S)
-
-
-def test_recipes_parse():
-  for block in blocks('bash'):
-    subprocess.run(['bash', '-n'], input=block, text=True, check=True)
-  for block in blocks('yaml'):
-    assert yaml.safe_load(block), block

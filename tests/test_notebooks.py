@@ -19,41 +19,8 @@ from examples.pax import experiment_registry
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / 'docs' / 'notebooks').glob('*.ipynb'))
 PAGE = ROOT / 'docs' / 'reference' / 'from_pax.md'
-# Of this or that machine: /home/me, ~/x, C:\x, file:///x, 127.0.0.1.
-PATHS = re.compile(
-  r'(?<![\w./:-])(?:/[\w.-]+/|~/)|\b[A-Z]:\\|file:/|localhost|127\.0\.0\.1'
-)
 # A statement that says so in its last line is expected to raise this.
 RAISES = re.compile(r'#.*?\b(\w*Error)\b')
-
-by_notebook = pytest.mark.parametrize(
-  'path', NOTEBOOKS, ids=lambda path: path.stem
-)
-
-
-def texts(cell):
-  """Yields all text that a cell shows."""
-  for output in cell.outputs:
-    yield output.get('text', '')
-    for kind, data in output.get('data', {}).items():
-      yield data if kind.startswith('text/') else ''  # No picture.
-
-
-@by_notebook
-def test_what_is_saved(path):
-  notebook = nbformat.read(path, as_version=4)
-  nbformat.validate(notebook)
-  code = [cell for cell in notebook.cells if cell.cell_type == 'code']
-  # All of them, in order: what is shown is of one run.
-  assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
-  assert any(cell.outputs for cell in code)
-  for cell in code:
-    assert 'error' not in {output.output_type for output in cell.outputs}
-    for text in texts(cell):
-      assert PATHS.search(text) is None, text
-  for cell in notebook.cells:
-    assert PATHS.search(cell.source) is None, cell.source
-    assert 'execution' not in cell.metadata  # Times of day.
 
 
 def execute(notebook, folder):
@@ -70,18 +37,8 @@ def execute(notebook, folder):
   notebook.metadata.language_info = {'name': 'python'}
 
 
-# One is enough for the first tier.
-@pytest.mark.parametrize(
-  'path',
-  [
-    pytest.param(
-      path,
-      id=path.stem,
-      marks=() if path.stem == 'inputs' else pytest.mark.process,
-    )
-    for path in NOTEBOOKS
-  ],
-)
+@pytest.mark.process
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path, monkeypatch):
   # The library alone, as `pip install .` does: not `examples` beside it.
   installed = tmp_path / 'installed'
@@ -91,7 +48,6 @@ def test_runs(path, tmp_path, monkeypatch):
   # Most of the time would go into LLVM.
   monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
   notebook = nbformat.read(path, as_version=4)
-  assert not any('sys.path' in cell.source for cell in notebook.cells)
   (tmp_path / 'here').mkdir()
   execute(notebook, tmp_path / 'here')
   assert list((tmp_path / 'here').iterdir()) == []  # Folders of its own.
@@ -114,17 +70,15 @@ def test_page_for_users_of_pax(tmp_path, monkeypatch):
   # What the page registers is forgotten afterwards.
   known = experiment_registry.get_all()
   monkeypatch.setattr(experiment_registry, '_registered', dict(known))
-  names = {'__name__': 'from_pax'}
-  raised = []
-  for code, raises in statements(PAGE.read_text(encoding='utf-8')):
-    run = compile(code, str(PAGE), 'exec')
-    if raises is None:
-      exec(run, names)
-      continue
-    with pytest.raises(Exception) as caught:
-      exec(run, names)
-    assert caught.type.__name__ == raises
-    raised.append(raises)
+  names, raised = {'__name__': 'from_pax'}, []
+  for code, expected in statements(PAGE.read_text(encoding='utf-8')):
+    found = None
+    try:
+      exec(compile(code, str(PAGE), 'exec'), names)
+    except Exception as e:
+      found = type(e).__name__
+      raised.append(found)
+    assert found == expected
   assert raised == ['AttributeError'] * 4 + ['UnknownError']
 
 

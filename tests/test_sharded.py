@@ -16,9 +16,7 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
 from jaxline import platform
-from jaxline import sharded
 from jaxline import utils
-from jaxline.base import stateful
 from jaxline.base import trees
 from jaxline.checkpoint import inspection
 from jaxline.compat import experiments
@@ -100,15 +98,12 @@ def test_weak_types_and_tied_arrays_do_not_compile_again():
     def make_optimizer(self):
       return optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
 
-  experiment, other = make(Weak, sharding='fsdp'), make(Weak, sharding='fsdp')
+  experiment = make(Weak, sharding='fsdp')
   regression.train_steps(experiment, 4)
   assert len(traced) == 1
   state = experiment.state.model_state
   assert int(state['count']) == 4
   assert shard_shapes(state['average']['w']) == [(4, 4), (4, 4)]
-  other.restore_from_snapshot(save(experiment))
-  for name in ('key', 'count'):
-    assert other.state.model_state[name] == state[name]
 
 
 def test_a_step_that_changes_shapes_or_types_is_refused_by_name():
@@ -142,32 +137,11 @@ def test_state_is_made_sharded():
     assert len(x.sharding.device_set) == 2
 
 
-@pytest.fixture
-def whole_compiler():
-  """As in use; conftest.py leaves out most of the compiler."""
-  jax.config.update('jax_disable_most_optimizations', False)
-  yield
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def test_a_state_has_the_bits_that_all_optimizations_give(whole_compiler):
-  class Drawn(Regression):
-    def init_fn(self, rng):
-      return {'normal': jax.random.normal(rng, (64, 64))}, None
-
-  experiment = make(Drawn)
-  expected = jax.jit(experiment.layout.init)(KEY)
-  jax.tree.map(
-    np.testing.assert_array_equal, experiment.state.params, expected.params
-  )
-
-
-@pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
-def test_raw_typed_and_restored_keys_are_the_same(impl):
+def test_raw_typed_and_restored_keys_are_the_same():
   found = set()
-  typed = jax.random.key(0, impl=impl)
+  typed = jax.random.key(0, impl='rbg')
   raw = jax.random.key_data(typed)
-  with jax.default_prng_impl(impl):
+  with jax.default_prng_impl('rbg'):
     # A restored key is on the host.
     for init_key, key in ((typed, typed), (raw, raw), (raw, np.asarray(raw))):
       experiment = make(key=init_key)
@@ -177,20 +151,16 @@ def test_raw_typed_and_restored_keys_are_the_same(impl):
   assert len(found) == 1
 
 
-# Steps: numbers, keys, batches.
-
-
-class Draws(Regression):
-  """Returns a draw of each step's key."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    loss, values, new = super().loss_fn(
-      params, model_state, batch, rng, is_training
-    )
-    return loss, {**values, 'draw': jax.random.uniform(rng)}, new
+# Keys and weights of rows.
 
 
 def test_the_key_of_a_step_is_that_of_the_run_and_its_number():
+  class Draws(Regression):
+    def loss_fn(self, params, model_state, batch, rng, is_training):
+      args = params, model_state, batch, rng, is_training
+      loss, values, new = super().loss_fn(*args)
+      return loss, {**values, 'draw': jax.random.uniform(rng)}, new
+
   rows = regression.train_steps(make(Draws), 3, seed=1)
   keys = [jax.random.fold_in(jax.random.PRNGKey(1), i) for i in range(3)]
   assert [row['draw'] for row in rows] == [*map(jax.random.uniform, keys)]
@@ -219,24 +189,20 @@ class Fixed(Regression):
     return iter(self.batches)
 
 
-def f32(*shape, seed=0):
-  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
 @pytest.mark.parametrize(
-  ('shape', 'weight_shape'),
-  [((8,), (8,)), ((8, 5), (8, 5)), ((8, 5), (8, 1))],
+  ('shape', 'each', 'dtype'),
+  [((8,), 1, np.bool_), ((8, 5), 5, np.float32), ((8, 5), 1, np.float32)],
 )
-@pytest.mark.parametrize('weight_dtype', [np.float32, np.bool_])
-def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
-  y = f32(*shape)
-  w = (f32(*weight_shape, seed=1) > 0).astype(weight_dtype)
+def test_the_inputs_own_weights(shape, each, dtype):
+  rng = np.random.default_rng(0)
+  y = rng.normal(size=shape).astype(np.float32)
+  w = rng.integers(0, 2, (8, each)).astype(dtype)
+  given = w[:, 0] if each == 1 else w  # One for each row, or each number.
   experiment = make(Fixed)
-  given = w[:, 0] if weight_shape[1:] == (1,) else w  # One for each row.
   experiment.batches = [
-    {'y': y, 'weights': given}, {'y': y[:3], 'weights': given[:3]},
-  ]  # fmt: skip
-  w = np.broadcast_to(np.float64(w), shape)
+    {'y': y[:rows], 'weights': given[:rows]} for rows in (8, 3)
+  ]
+  w = np.broadcast_to(np.float64(w), (8, y[0].size)).reshape(shape)
   expected = np.average(
     np.concatenate([y, y[:3]]), weights=np.concatenate([w, w[:3]])
   )
@@ -249,9 +215,12 @@ def test_the_inputs_own_weights(shape, weight_shape, weight_dtype):
 
 
 @pytest.mark.parametrize(
-  'settings', [{}, {'gradient_accumulation_steps': 2, 'on_nonfinite': 'skip'}]
+  ('name', 'frozen', 'settings'),
+  [
+    ('b', 'w', {}),
+    ('w', 'b', {'gradient_accumulation_steps': 2, 'on_nonfinite': 'skip'}),
+  ],
 )
-@pytest.mark.parametrize(('name', 'frozen'), ['bw', 'wb'])
 def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   name, frozen, settings
 ):
@@ -286,26 +255,10 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_decay(
   assert_same(experiment.snapshot_state(), restored.snapshot_state())
 
 
-def test_trainable_matches_whole_joined_names():
-  params = {'embedding': {'tokens': 0}, 'embedding/norm': {'scale': 0}}
-  for rules, tokens, scale in (
-    (['embedding/.*/scale', 'none|.*ns'], True, True),
-    ('embedding/[a-z]*', True, False),
-  ):
-    expected = {'embedding': {'tokens': tokens}}
-    expected['embedding/norm'] = {'scale': scale}
-    assert sharded.trainable(params, rules) == expected
-  for rules, named in (('embedding/norm', 'norm/scale'), (['.*', 'a'], "'a'")):
-    with pytest.raises(errors.UsageError, match=named):
-      sharded.trainable(params, rules)
-
-
 # Evaluation.
 
 
-@pytest.mark.parametrize(
-  'sizes', [(16, 16, 6), (16, 16, 5), (5,), (1,), (4, 1, 4)]
-)
+@pytest.mark.parametrize('sizes', [(16, 16, 5), (1,), (4, 1, 4)])
 def test_evaluation_counts_every_example_once(sizes):
   experiment = make(sharding='fsdp', eval_sizes=sizes)
   scalars = regression.evaluate(experiment)
@@ -389,10 +342,9 @@ class Ahead(Regression):
     return self.data
 
 
-@pytest.mark.parametrize('sharding', ['ddp', 'fsdp'])
-def test_restore_is_exact_with_batches_in_flight(sharding):
+def test_restore_is_exact_with_batches_in_flight():
   config = regression.get_config(0)
-  config.update(sharding=sharding, skip_batches='2,6')
+  config.update(sharding='fsdp', skip_batches='2,6')
   straight, experiment, fresh = (make(Ahead, run_config=config) for _ in 'abc')
   regression.train_steps(straight, 3)
   at_3 = save(straight)
@@ -416,15 +368,8 @@ def test_restore_is_exact_with_batches_in_flight(sharding):
     assert_same(restored.snapshot_state(), straight.snapshot_state())
 
 
-def save_after(sharding, steps):
-  experiment = make(sharding=sharding)
-  regression.train_steps(experiment, steps)
-  return save(experiment)
-
-
 @pytest.mark.parametrize(
-  ('before', 'after', 'devices'),
-  [('ddp', 'fsdp', 2), ('fsdp', 'ddp', 2), ('fsdp', 'ddp', 1)],
+  ('before', 'after', 'devices'), [('ddp', 'fsdp', 2), ('fsdp', 'ddp', 1)]
 )
 def test_restore_onto_another_sharding(before, after, devices):
   experiment = make(sharding=before)
@@ -441,74 +386,6 @@ def test_restore_onto_another_sharding(before, after, devices):
   b = regression.train_steps(other, 3)
   for x, y in zip(a, b, strict=True):
     np.testing.assert_allclose(x['loss'], y['loss'], rtol=1e-5)
-
-
-def test_arrays_just_read_are_kept_and_live_ones_copied():
-  experiment = make()
-  regression.train_steps(experiment, 1)
-  live = experiment.snapshot_state()
-  before = regression.digest(live)
-  other = make()
-  other.restore_from_snapshot(live)
-  regression.train_steps(other, 1)
-  assert regression.digest(live) == before
-  kept = make()
-  kept.restore_from_snapshot(stateful.OwnedSnapshot(live))
-  for got, given in zip(
-    jax.tree.leaves(kept.state), jax.tree.leaves(live['state']), strict=True
-  ):
-    assert got is given
-
-
-def test_a_checkpoint_that_does_not_fit_names_each_leaf_and_changes_nothing():
-  class Other(Regression):
-    def init_fn(self, rng):
-      params, model_state = super().init_fn(rng)
-      params['w'] = jnp.zeros([8, 6], jnp.bfloat16)
-      return {**params, 'more': jnp.zeros([])}, model_state
-
-    def make_optimizer(self):
-      return optax.sgd(0.1)
-
-  experiment = make(Other)
-  before = regression.digest(experiment.state)
-  with pytest.raises(errors.UsageError) as error:
-    experiment.restore_from_snapshot(save_after('ddp', 1))
-  lines = error.value.args[0].splitlines()[1:]
-  names = [line.partition(': ')[0] for line in lines]
-  adam = [
-    f'state/opt_state/0/{x}' for x in ['count', 'mu/b', 'mu/w', 'nu/b', 'nu/w']
-  ]
-  assert names == [*adam, 'state/params/more', 'state/params/w']
-  assert all(x in lines[-1] for x in ('float32[8, 4]', 'bfloat16[8, 6]'))
-  assert regression.digest(experiment.state) == before
-
-
-def test_evaluation_keeps_the_optimizers_state_off_the_devices():
-  snapshot = save_after('ddp', 2)
-  experiment = make(mode='eval')
-  experiment.restore_from_snapshot(snapshot)
-  state = experiment.state
-  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.params))
-  for _ in range(2):
-    regression.evaluate(experiment)
-    opt_state = jax.tree.leaves(experiment.state.opt_state)
-    assert all(isinstance(x, np.ndarray) for x in opt_state)
-  # As the series `best` it is whole, with the position of the data.
-  assert 'input' in snapshot
-  assert_same(save(experiment), snapshot)
-  back = make()
-  back.restore_from_snapshot(save(experiment))
-  assert_same(back.state, snapshot['state'])
-
-
-def test_share_state():
-  trained, evaluated = make(), make(mode='eval')
-  for _ in range(2):
-    regression.train_steps(trained, 2)
-    evaluated.share_state(trained)
-    assert evaluated.state.params['w'] is trained.state.params['w']
-    assert_same(save(evaluated), save(trained))
 
 
 # Through the loops.
@@ -553,14 +430,11 @@ def test_mesh_rules_and_parts_are_those_of_the_runs_config():
   )
 
 
-class Deaf(Regression):
-  """Its constructor does not take the run's config."""
-
-  def __init__(self, mode, init_rng, **kwargs):
-    super().__init__(mode, init_rng, **kwargs)
-
-
 def test_keys_that_do_not_reach_the_experiment_are_refused():
+  class Deaf(Regression):
+    def __init__(self, mode, init_rng, **kwargs):
+      super().__init__(mode, init_rng, **kwargs)
+
   rng = jax.random.key(0)
   for key, value in {
     'mesh': {'data': 2},
@@ -568,7 +442,6 @@ def test_keys_that_do_not_reach_the_experiment_are_refused():
     'sharding_rules': {'mlp': ['data']},
     'gradient_accumulation_steps': 2,
     'infeed_buffer_size': 4,
-    'infeed_stall_secs': None,
   }.items():
     config = regression.get_config(1)
     config[key] = value
@@ -579,15 +452,3 @@ def test_keys_that_do_not_reach_the_experiment_are_refused():
     experiments.construct(Regression, 'train', rng, config)
   for cls in (toys.Plain, Deaf):
     experiments.construct(cls, 'train', rng, regression.get_config(1))
-
-
-def test_where_the_devices_are_not_here_all_rows_are_of_this_process():
-  with mesh_lib.on_devices(mesh_lib.abstract_devices(8, 2)):
-    experiment = make(sharding='fsdp')
-    assert not experiment.partitioner.is_here
-    assert experiment.partitioner.host == (0, 1)
-    batch = experiment.abstract_batch(True)
-    w = experiment.abstract_state().params['w']
-  assert batch['x'].shape == (16, 8)
-  assert batch['x'].sharding.shard_shape(batch['x'].shape) == (2, 8)
-  assert w.sharding.shard_shape(w.shape) == (2, 4)

@@ -2,33 +2,37 @@
 
 import contextlib
 import functools
-import gc
 import math
 import threading
 import time
 import traceback
 from unittest import mock
-import weakref
 
 import jax
-from ml_collections import config_dict
 import numpy as np
 import pytest
 
 from jaxline import train
 from jaxline import utils
 from jaxline.checkpoint import durable
-from jaxline.checkpoint import protocol
 from jaxline.metrics import writers
 from jaxline.parallel import devices
 from jaxline.supervision import nonfinite
-from tests import processes
 from tests import toys
 
 Log, Plain, Recorder = toys.Log, toys.Plain, toys.Recorder
 Toy, Writes = toys.Toy, toys.Writes
 make_config, run = toys.make_config, toys.run
 evaluate_once = toys.evaluate_once
+
+
+def run_both(cls=Plain, config=None, writer=None, eval_writer=None):
+  """Trains and evaluates in one thread."""
+  log = Log()
+  checkpointer = Recorder(config)
+  partial = functools.partial(cls, log=log)
+  train.Run(partial, config, checkpointer, writer, eval_writer).train_and_eval()
+  return log, checkpointer
 
 
 # Seeds and keys.
@@ -50,26 +54,14 @@ def test_training_splits_the_seed_and_evaluation_does_not(legacy):
   np.testing.assert_array_equal(log.keys, [[seed, seed]])
 
 
-def key_data(key):
-  if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
-    key = jax.random.key_data(key)
-  return np.asarray(key)
+def words(key):
+  typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(key) if typed else key
 
 
-def expected_keys(key, steps):
-  """The keys of each step and device, by the written rule, on one device."""
-  rows = []
-  for _ in range(steps):
-    step_key, key = jax.random.split(key)
-    of_host = jax.random.fold_in(step_key, jax.process_index())
-    of_devices = [jax.random.fold_in(of_host, i) for i in range(2)]
-    rows.append([key_data(k) for k in of_devices])
-  return np.array(rows)
-
-
-@pytest.mark.parametrize('typed', [False, True])
-def test_a_restored_run_goes_on_with_the_same_keys(typed):
-  key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
+@pytest.mark.parametrize('make_key', [jax.random.key, jax.random.PRNGKey])
+def test_a_restored_run_goes_on_with_the_same_keys(make_key):
+  key = make_key(3)
 
   class Keyed(Toy):
     def initialize_train_step_rng(self, rng):
@@ -78,11 +70,14 @@ def test_a_restored_run_goes_on_with_the_same_keys(typed):
   first, checkpointer = run(Keyed, make_config(2))
   second, _ = run(Keyed, make_config(6), checkpointer)
   assert first.steps + second.steps == [[i, i] for i in range(6)]
-  keys = first.keys + second.keys
-  assert all(k.dtype == key.dtype for k in keys)
-  np.testing.assert_array_equal([*map(key_data, keys)], expected_keys(key, 6))
-  weights = checkpointer.get_experiment_state('latest').experiment_module._w
-  np.testing.assert_array_equal(weights, [6, 6])
+  keys, carried = first.keys + second.keys, key
+  for found in keys:
+    of_step, carried = jax.random.split(carried)
+    of_host = jax.random.fold_in(of_step, jax.process_index())
+    for device in range(2):
+      of_device = jax.random.fold_in(of_host, device)
+      assert found.dtype == of_device.dtype
+      np.testing.assert_array_equal(*map(words, (found[device], of_device)))
 
 
 # What a run is made of.
@@ -93,12 +88,6 @@ class ModeOnly(Plain):
     super().__init__(mode)
 
 
-class ModeConfig(Plain):
-  def __init__(self, mode, config):
-    super().__init__(mode)
-    assert config.rate == 0.5
-
-
 class AnyKeywords(Plain):
   def __init__(self, mode, **kwargs):
     super().__init__(mode)
@@ -106,17 +95,17 @@ class AnyKeywords(Plain):
     assert [*kwargs] == ['config']
 
 
-@pytest.mark.parametrize('cls', [ModeOnly, ModeConfig, AnyKeywords, Plain])
+@pytest.mark.parametrize('cls', [ModeOnly, AnyKeywords, Plain])
 def test_constructors_old_and_new(cls, caplog):
   config = make_config(0)
-  if cls in (ModeConfig, AnyKeywords):
+  if cls is AnyKeywords:
     config.experiment_kwargs.config = {'rate': 0.5}
   checkpointer = Recorder(config)
   train.train(cls, config, checkpointer, None)
   module = checkpointer.get_experiment_state('latest').experiment_module
   assert type(module) is cls
-  warnings = caplog.text.count(f'{cls.__name__} does not take init_rng')
-  assert warnings == (cls is not Plain)
+  said = f'{cls.__name__} does not take init_rng' in caplog.text
+  assert said == (cls is not Plain)
 
 
 def test_an_experiment_needs_no_base_class():
@@ -130,129 +119,15 @@ def test_an_experiment_needs_no_base_class():
 
     def step(self, **unused):
       self._w = self._w + np.float32(1)
-      return {'loss': np.float32(1)}
 
     def evaluate(self, **unused):
       evaluated.append(float(self._w[0]))
-      return {'score': self._w[0]}
 
   for steps in (3, 3, 5):  # One that has ended is evaluated once more.
     config = make_config(steps, eval_interval=2)
     checkpointer = utils.InMemoryCheckpointer(config, 'train')
     train.Run(Bare, config, checkpointer).train_and_eval()
   assert evaluated == [2, 3, 3, 4, 5]
-
-
-def test_a_constructor_that_names_run_config_gets_the_config_of_its_run():
-  seen = []
-
-  class Sees(Plain):
-    def __init__(self, mode, init_rng, log=None, run_config=None):
-      seen.append((mode, run_config.training_steps))
-      super().__init__(mode, init_rng, log)
-
-  run(Sees, make_config(1))
-  config = make_config(2, one_off_evaluate=True)
-  evaluate_once(Sees, config)
-  # An argument of the experiment may have this name.
-  config.experiment_kwargs.run_config = make_config(3)
-  evaluate_once(Sees, config)
-  assert seen == [('train', 1), ('eval', 2), ('eval', 3)]
-
-
-def test_a_run_needs_no_more_than_an_experiment_and_a_config(tmp_path):
-  log = Log()
-  config = make_config(3, checkpoint_dir=str(tmp_path))
-  made = train.Run(functools.partial(Plain, log=log), config)
-  made.train()
-  assert made.checkpointer.steps('latest') == [3]
-  for _ in range(2):  # Each evaluation of a checkpointer begins anew.
-    made.evaluate()
-  made.config.update(training_steps=100, one_off_evaluate=True)
-  made.evaluate()
-  assert log.evals == [(3, 3.0)] * 3
-  assert list(tmp_path.iterdir()) == []  # It is all in memory.
-
-
-def test_a_run_adapts_what_follows_the_contract_of_jaxline():
-  writer = Writes()
-  foreign = mock.create_autospec(utils.Checkpointer, instance=True)
-  foreign.close = mock.Mock()
-  made = train.Run(Plain, config_dict.ConfigDict({'seed': 1}), foreign, writer)
-  assert made.config.training_steps == 10000
-  made.log.write_scalars(3, {'loss': 1.0})
-  made.log.write_texts(3, {'config': ''})  # It has no such method.
-  made.log.flush()
-  assert writer.steps() == [3]
-  with pytest.raises(ValueError, match='Leave the step None'):
-    made.checkpointer.restore('latest', step=3)
-  made.checkpointer.close()
-  foreign.close.assert_called_once_with()
-
-
-def test_an_experiment_gets_all_methods_of_a_writer_and_its_own():
-  class Own(Writes):
-    def write_images(self, global_step, images, size):
-      self.records.append((global_step, {**images, 'size': size}))
-
-    def mark(self):
-      self.records.append('mark')
-
-  class Writing(Plain):
-    def step(self, *, global_step, rng, writer):
-      writer.write_texts(global_step, {'text': 'has no method, and is dropped'})
-      writer.write_images(global_step, {'image': 1}, size=2)
-      writer.mark()
-      return {}
-
-  config, writer = make_config(1, log_train_data_interval=-1), Own()
-  train.Run(Writing, config, None, writer).train()
-  assert writer.records[:2] == [(0, {'image': 1, 'size': 2}), 'mark']
-
-
-@pytest.mark.parametrize('fails', [False, True])
-def test_a_run_that_has_ended_keeps_no_experiment(fails):
-  made = []
-
-  def construct(mode, init_rng):
-    experiment = Plain(mode, init_rng, fail_at=1 if fails else None)
-    made.append(weakref.ref(experiment))
-    return experiment
-
-  checkpointer = mock.create_autospec(utils.Checkpointer, instance=True)
-  checkpointer.can_be_restored.return_value = False
-  states = {}
-  checkpointer.get_experiment_state.side_effect = lambda series: (
-    states.setdefault(series, protocol.ExperimentState())
-  )
-  gc.collect()
-  gc.disable()
-  try:
-    with contextlib.suppress(ZeroDivisionError):
-      made_run = train.Run(construct, make_config(2), checkpointer, Writes())
-      made_run.train_and_eval()
-    del made_run
-    states.clear()
-    assert made
-    # A thread may still leave the call that it has answered.
-    processes.wait_until(lambda: not any(ref() for ref in made))
-  finally:
-    gc.enable()
-
-
-def test_a_wrapper_around_a_durable_checkpointer_is_one(tmp_path):
-  class Wrapper:
-    def __init__(self, inner):
-      self.inner = inner
-
-    def __getattr__(self, name):
-      return getattr(self.inner, name)
-
-  config = make_config(2, checkpoint_dir=str(tmp_path))
-  inner = durable.DurableCheckpointer(config, 'train')
-  train.Run(Plain, config, Wrapper(inner)).train()
-  assert inner.directory.ended() == 2
-  inner.close()
 
 
 # Periodic actions and the writer.
@@ -263,11 +138,10 @@ class Action:
 
   def __init__(self):
     self.calls = []
-    self.updates = []
     self.waits = 0
 
   def update_time(self, t, step):
-    self.updates.append((t, step))
+    self.calls.append((t, step, None))
 
   def __call__(self, t, step, scalars):
     self.calls.append((t, step, dict(scalars)))
@@ -286,12 +160,11 @@ def test_actions_are_called_with_time_step_and_scalars(monkeypatch):
       checkpointer=checkpointer,
       actions=[action],
     )
-  assert [step for _, step in action.updates] == [0, 2]
-  assert [call[1:] for call in action.calls] == [
-    (step, {'loss': step - 1.0}) for step in (1, 2, 3)
-  ]
-  moments = [call[0] for call in (action.updates[0], *action.calls)]
-  assert moments == sorted(set(moments))
+  moments, *calls = zip(*action.calls, strict=True)
+  assert [*zip(*calls, strict=True)] == [
+    (0, None), (1, {'loss': 0}), (2, {'loss': 1}), (2, None), (3, {'loss': 2}),
+  ]  # fmt: skip
+  assert moments == (*sorted({*moments}),)
   assert action.waits == 2
   # Nor is a restored run saved before its first step.
   assert checkpointer.saves() == [0, 2, 3]
@@ -300,7 +173,6 @@ def test_actions_are_called_with_time_step_and_scalars(monkeypatch):
 @pytest.mark.parametrize(
   ('values', 'steps'),
   [
-    ({'log_train_data_interval': 2}, [2, 4, 5]),
     ({'log_train_data_interval': None, 'log_tensors_interval': -1}, [5]),
     (
       {'log_train_data_interval': 3, 'log_all_train_data': True},
@@ -329,8 +201,7 @@ def test_a_writer_gets_scalars_and_rates_at_the_interval_and_the_last_step(
   run(cls, make_config(5, **values), writer=writer)
   assert writer.steps() == steps
   for step, scalars in writer.records:
-    assert counted.items() <= scalars.items()
-    assert scalars['loss'] == step - 1
+    assert {**counted, 'loss': step - 1}.items() <= scalars.items()
     assert 'examples_per_sec' not in scalars
     if step == steps[-1]:
       assert scalars['tokens_per_sec'] == 10.0 * scalars['steps_per_sec']
@@ -360,30 +231,39 @@ def test_the_time_of_evaluations_is_in_no_interval_and_no_rate(monkeypatch):
   assert {r['steps_per_sec'] for _, r in writer.records} == {1.0}
 
 
-# Checkpoints.
+# Checkpoints and evaluations.
 
 
 @pytest.mark.parametrize(
-  ('steps', 'interval', 'initial', 'expected'),
+  ('steps', 'interval', 'initial', 'saves', 'evaluations'),
   [
-    (5, 2, False, [2, 4, 5]),
-    (4, 2, False, [2, 4]),  # The last save is not made twice.
-    (4, None, False, [4]),
-    (4, 0, False, [4]),
-    (2, -1, True, [0, 2]),
-    (0, 1, True, [0]),
-    (0, 1, False, [0]),
+    (5, 2, False, [2, 4, 5], [2, 4, 5]),
+    (4, 2, False, [2, 4], [2, 4]),  # The last one is not made twice.
+    (4, None, False, [4], [4]),
+    (2, 0, False, [2], [1, 2]),
+    (2, -1, True, [0, 2], [0, 2]),
+    (0, 1, True, [0], [0]),
+    (0, 1, False, [0], [0]),
   ],
 )
-def test_when_checkpoints_are_saved(steps, interval, initial, expected):
+def test_when_a_run_saves_and_evaluates(
+  steps, interval, initial, saves, evaluations
+):
   config = make_config(
     steps,
     save_checkpoint_interval=interval,
     save_initial_train_checkpoint=initial,
+    eval_interval=interval,
+    eval_initial_weights=initial,
   )
-  _, checkpointer = run(config=config)
-  assert checkpointer.saves() == expected
+  writer, eval_writer = Writes(), Writes()
+  log, checkpointer = run_both(Plain, config, writer, eval_writer)
+  assert checkpointer.saves() == saves
   assert checkpointer.calls[-1][0] == 'wait'
+  # The weight counts the steps: these are the current weights.
+  assert log.evals == [(step, float(step)) for step in evaluations]
+  assert eval_writer.steps() == evaluations
+  assert [mode for mode, _ in log.inits] == ['train', 'eval']
 
 
 def test_all_hosts_meet_after_the_last_save(monkeypatch):
@@ -411,9 +291,8 @@ def test_only_the_first_host_writes_and_saves_unless_all_do(key, monkeypatch):
     save_checkpoint_interval=1,
     save_initial_train_checkpoint=True,
     best_model_eval_metric='score',
+    **({key: True} if key else {}),
   )
-  if key:
-    config[key] = True
   writer = Writes()
   _, checkpointer = run_both(Plain, config, writer)
   assert (writer.steps(), checkpointer.saves(), checkpointer.saves('best')) == (
@@ -423,50 +302,12 @@ def test_only_the_first_host_writes_and_saves_unless_all_do(key, monkeypatch):
   )
 
 
-# Training and evaluation in one thread.
-
-
-def run_both(cls=Plain, config=None, writer=None, eval_writer=None):
-  log = Log()
-  checkpointer = Recorder(config)
-  partial = functools.partial(cls, log=log)
-  train.Run(partial, config, checkpointer, writer, eval_writer).train_and_eval()
-  return log, checkpointer
-
-
-@pytest.mark.parametrize(
-  ('steps', 'interval', 'initial', 'expected'),
-  [
-    (5, 2, False, [2, 4, 5]),
-    (4, None, False, [4]),
-    (3, -1, True, [0, 3]),
-    (2, 0, False, [1, 2]),
-    (0, 1, True, [0]),
-    (0, 1, False, [0]),
-  ],
-)
-def test_training_is_interrupted_for_evaluations(
-  steps, interval, initial, expected
-):
-  config = make_config(
-    steps, eval_interval=interval, eval_initial_weights=initial
-  )
-  writer, eval_writer = Writes(), Writes()
-  log, checkpointer = run_both(Plain, config, writer, eval_writer)
-  # The weight counts the steps: these are the current weights.
-  assert log.evals == [(step, float(step)) for step in expected]
-  assert eval_writer.steps() == expected
-  assert [mode for mode, _ in log.inits] == ['train', 'eval']
-  assert checkpointer.saves() == [steps]
-
-
-class NanAtStep2(Plain):
-  def step(self, *, global_step, rng, writer):
-    super().step(global_step=global_step, rng=rng, writer=writer)
-    return {'loss': math.nan if global_step == 1 else 1.0}
-
-
 def test_a_step_is_judged_before_it_is_saved():
+  class NanAtStep2(Plain):
+    def step(self, **kwargs):
+      super().step(**kwargs)
+      return {'loss': math.nan if kwargs['global_step'] == 1 else 1.0}
+
   config = make_config(save_checkpoint_interval=1, on_nonfinite='raise')
   checkpointer = Recorder(config)
   with pytest.raises(nonfinite.NonfiniteError, match='step 2'):

@@ -13,7 +13,6 @@ from configs import chat
 import jaxline
 from jaxline import errors
 from jaxline.inputs import __main__ as commands
-from jaxline.inputs import show
 
 from . import chat_data
 from . import chat_training
@@ -26,16 +25,13 @@ SYSTEM, ASK = ({'role': x, 'content': x[0]} for x in ('system', 'user'))
 ONE, TWO = ({'role': 'assistant', 'content': f' é{x}'} for x in '12')
 TALK = [SYSTEM, ASK, ONE, ASK, TWO]
 
+
 # What is before each message, its text, its stop, what is behind it, and what
 # trains of an answer: as published, of Gemma with a block without the stop.
 KINDS = {
   'chatml': (
     '<|im_start|>{{ m.role }}\n', '{{ m.content }}', '<|im_end|>', '\n',
     [' é1<|im_end|>', ' é2<|im_end|>'],
-  ),
-  'llama3': (
-    '<|start|>{{ m.role }}<|end|>\n\n', '{{ m.content | trim }}', '<|eot_id|>',
-    '', ['é1<|eot_id|>', 'é2<|eot_id|>'],
   ),
   'gemma': (
     '<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}\n',
@@ -67,14 +63,13 @@ def template_of(kind, marked=False):
   ask = 'assistant' if kind != 'gemma' else 'model'
   prompt = before.split('{{')[0] + f'{ask}{before.rpartition("}}")[2]}'
   end = ' [/INST]' if kind == 'mistral' else stop
+  add = f'{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}'
   return (
     f'{{{{ bos_token }}}}{{% for m in messages %}}{before}'
     f'{{% if m.role == "assistant" %}}{answer}{{% else %}}'
     f'{{{{ m.content }}}}{end}{{% endif %}}'
-    f'{{{{ {behind!r} }}}}{{% endfor %}}'
-    + ('' if kind == 'mistral' else
-       f'{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}')
-  )  # fmt: skip
+    f'{{{{ {behind!r} }}}}{{% endfor %}}' + add * (kind != 'mistral')
+  )
 
 
 def make(path, template, stop='<|im_end|>'):
@@ -140,24 +135,16 @@ ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
     ({'system': 's', 'prompt': 'a', 'completion': ''}, {}, 'ss ua a '),
     ({'instruction': 'a', 'input': '', 'output': 'b'}, ALPACA, 'ua ab '),
     ({'instruction': 'a', 'input': 'c', 'output': 'b'}, ALPACA, 'ua\n\nc ab '),
-    (
-      {'prompt': 'a', 'input': 'c', 'completion': 'b'},
-      {'user': 'prompt, input'},
-      'ua\n\nc ab ',
-    ),
     # The answer is a whole conversation.
     ({'prompt': 'a', 'completion': [ASK, ONE]}, {}, 'uu a é1 '),
     ({'talk': TALK[:3]}, {'messages': 'talk'}, 'ss uu a é1 '),
     ({'messages': [{**ASK, 'content': '\ud800'}]}, {}, 'u\ufffd '),
     ([], {}, 'list'),
     ({'text': 'a'}, {}, 'messages'),
-    ({'messages': 'a'}, {}, 'messages'),
     ({'messages': [{'role': 'gpt', 'content': 'a'}]}, {}, 'gpt'),
     ({'messages': [{'role': 'user', 'content': 1}]}, {}, 'content'),
-    ({'prompt': 'a', 'completion': 1}, {}, 'completion'),
     ({'prompt': [ASK, ONE], 'completion': 'b'}, {}, 'completion'),
     ({'prompt': [ASK], 'x': 'b', 'completion': 'b'}, {'user': 'prompt,x'}, 'x'),
-    ({'prompt': 'a'}, {}, 'completion'),
     ({'completion': 'a'}, {}, 'prompt'),
   ],
 )  # fmt: skip
@@ -215,22 +202,13 @@ def test_lines_that_cannot_be_read_are_named_and_counted(tmp_path):
     load(file, path)
 
 
-@pytest.mark.parametrize('train_on', ['assistant', 'all'])
-@pytest.mark.parametrize(
-  ('stop', 'behind', 'warns'),
-  [
-    ('<|im_end|>', '', False),
-    ('<|im_end|>', '\n', False),
-    ('<|eot_id|>', '\n', True),
-  ],
-)
-def test_answers_without_a_stop(
-  stop, behind, warns, train_on, tmp_path, caplog
-):
-  template = f'{{% for m in messages %}}{{{{ m.content }}}}{stop}'
-  path = make(tmp_path / 'hf', f'{template}{{{{ {behind!r} }}}}{{% endfor %}}')
-  load(write(tmp_path / 'a.jsonl', of_sizes([3] * 9)), path, train_on=train_on)
-  assert ('does not learn to stop' in caplog.text) == warns
+@pytest.mark.parametrize('stop', ['<|im_end|>', '<|eot_id|>'])
+def test_answers_without_a_stop_are_warned_of(stop, tmp_path, caplog):
+  template = f'{{% for m in messages %}}{{{{ m.content }}}}{stop}{{% endfor %}}'
+  file = write(tmp_path / 'a.jsonl', of_sizes([3] * 9))
+  load(file, make(tmp_path / 'hf', template))
+  warns = 'does not learn to stop' in caplog.text
+  assert warns == (stop != '<|im_end|>')
 
 
 def chat_input(documents, batch_size=8, **fields):
@@ -263,29 +241,9 @@ def test_each_conversation_is_whole_in_one_row(tmp_path):
   assert used > 0.95 * 512 * (data.num_records() - 1)
 
 
-def check_share(data, trained):
-  """Checks the share of tokens that train, which `inputs show` prints."""
-  tokens = sum(
-    len(x)
-    for document in range(len(data._documents.names))
-    for x in chat_data.codes_of(data._documents, document)
-  )
-  want = f' {tokens:,} tokens, of which {trained / tokens:.1%} train;'
-  assert want in data.describe()
-
-
-@pytest.mark.parametrize('train_on', ['assistant', 'all'])
-def test_the_share_of_pairs_that_train(train_on, tmp_path):
-  answers = {'chosen': 'x', 'rejected': 'y'}
-  rows = [{'prompt': 'a' * n, **answers} for n in [1, 1, 300] * 4]
-  file = write(tmp_path / 'a.jsonl', rows)
-  documents = load(file, answers=(*answers,), train_on=train_on)
-  data = chat_input(documents, 1, length=99)
-  check_share(data, sum(np.count_nonzero(x['weights']) for x in data))
-
-
-@pytest.mark.parametrize('train_on', ['assistant', 'all'])
-@pytest.mark.parametrize('too_long', ['cut', 'leave_out'])
+@pytest.mark.parametrize(
+  ('too_long', 'train_on'), [('cut', 'assistant'), ('leave_out', 'all')]
+)
 def test_a_conversation_longer_than_a_row(too_long, train_on, tmp_path):
   file = write(tmp_path / 'a.jsonl', of_sizes([1, 300] * 8))
   documents = load(file, too_long=too_long, train_on=train_on)
@@ -293,25 +251,17 @@ def test_a_conversation_longer_than_a_row(too_long, train_on, tmp_path):
   sizes = np.diff(documents.starts, append=documents.tokens.size)
   assert f' {sum(sizes > 66)} are longer' in data.describe()
   batches = [*data]
-  check_share(data, sum(x['weights'].sum() for x in batches))
+  tokens = sum(
+    len(x)
+    for i in range(len(documents.names))
+    for x in chat_data.codes_of(documents, i)
+  )
+  share = sum(x['weights'].sum() for x in batches) / tokens
+  assert f' {tokens:,} tokens, of which {share:.1%} train;' in data.describe()
   rows = [x['labels'][0].tolist() for x in batches]
   assert len(rows) == sum((sizes <= 66) | (too_long == 'cut'))
   longest = chat_data.codes_of(documents, int(sizes.argmax()))[0] >> 1
   assert (longest[1:65].tolist() in rows) == (too_long == 'cut')
-
-
-def test_a_position_fits_any_number_of_hosts(tmp_path):
-  documents = load(write(tmp_path / 'a.jsonl', of_sizes(range(90))))
-  report = show.check(
-    lambda shard: chat_input(
-      documents, 12 // shard.count, length=128, shard=shard,
-      is_training=True, reset_for_eval=False,
-    ),
-    num_hosts=3,
-    seconds=0,
-  )  # fmt: skip
-  verdicts = {x.name: x.verdict for x in report.findings}
-  assert [verdicts[x] for x in ('rows', 'resume', 'position')] == [show.OK] * 3
 
 
 def test_show_marks_what_trains(capsys):
@@ -332,6 +282,7 @@ def overrides(tmp_path, **values):
   return {f'experiment_kwargs.config.{key}': x for key, x in kwargs.items()}
 
 
+@pytest.mark.process
 def test_training_lowers_the_loss_also_of_adapters(tmp_path):
   run = {'checkpoint_dir': str(tmp_path / 'run'), 'training_steps': 60}
   run |= {'eval_initial_weights': True, 'eval_interval': 60, 'console': 'off'}
@@ -369,24 +320,7 @@ def make_experiment(tmp_path, **values):
   )
 
 
-def test_no_conversation_sees_another(tmp_path):
-  subject, sums = make_experiment(tmp_path), []
-  for packing in ('packed', 'padded'):
-    data = chat_input(subject.corpus.eval, 99, length=128, packing=packing)
-    args = subject.state.params, {}, next(data), jax.random.key(0), False
-    found = jax.jit(subject._sums, static_argnums=4)(*args)
-    sums.append((found.total, found.weight))
-  np.testing.assert_allclose(*sums, rtol=1e-5)
-
-
-@pytest.mark.parametrize('name', ['expert_capacity', 'router_z_loss'])
-def test_dpo_refuses_what_it_cannot_do_with_experts(name, tmp_path):
-  values = {'num_experts': 4, 'experts_per_token': 2, name: 1.0}
-  values = {f'model.{key}': x for key, x in values.items()}
-  with pytest.raises(errors.UsageError, match=name):
-    make_experiment(tmp_path, loss='dpo', **values)
-
-
+@pytest.mark.process
 def test_a_tuned_model_begins_with_the_biases_of_its_routers(tmp_path):
   values = {
     'model.num_experts': 4,
@@ -413,6 +347,9 @@ def test_a_tuned_model_begins_with_the_biases_of_its_routers(tmp_path):
   stops = tuned.experiment_kwargs.config.decode.stop_ids
   path = tuned.experiment_kwargs.config.tokenizer
   assert {*folder.Prompts(path).stop_ids} <= {*stops}
+  with pytest.raises(errors.UsageError, match='router_z_loss'):
+    z_loss = {'model.num_experts': 4, 'model.router_z_loss': 1.0}
+    make_experiment(tmp_path, loss='dpo', **z_loss)
   # DPO does not move them.
   said = {'chosen': 'yes', 'rejected': 'no.'}
   rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]

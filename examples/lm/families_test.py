@@ -135,8 +135,7 @@ def _tokenizer(family):
   )
   if begin:
     library.post_processor = processors.TemplateProcessing(
-      single=f'{begin} $A',
-      special_tokens=[(begin, library.token_to_id(begin))],
+      single=f'{begin} $A', special_tokens=[(begin, library.token_to_id(begin))]
     )
   return library
 

@@ -4,17 +4,12 @@
 with the logits that transformers 5.24 computes.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import shutil
-import socket
-import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +21,9 @@ import tokenizers
 import jaxline
 from jaxline import base_config
 from jaxline import errors
-from jaxline import sharded
 from jaxline.base import trees
+from tests import processes
 
-from . import experiment
 from . import hf
 from . import lora
 from . import model
@@ -114,6 +108,12 @@ def logits_of(run, **changed):
   return np.asarray(got), reference['logits']
 
 
+def assert_same_weights(run, other, weights=None):
+  found = jaxline.load_weights(run, weights=weights)
+  others = jaxline.load_weights(other)
+  jax.tree.map(np.testing.assert_array_equal, found, others)
+
+
 def distance(got, expected):
   return np.abs(got - expected).max() / expected.std()
 
@@ -126,50 +126,9 @@ def test_logits_are_those_of_transformers(run, name):
 @pytest.mark.parametrize('name', NAMES)
 def test_cached_decoding_has_the_logits_of_transformers(run, name):
   config, params, reference = loaded(run(name))
-  got = model_test.decoded(params, reference['ids'], config, size=1)
+  got = model_test.decoded(params, reference['ids'], config)
   error = distance(got, reference['logits'])
   assert error < TOLERANCE[name]
-
-
-# A wrong value of each option. One that is off already is not broken.
-WRONG = {
-  'norm_epsilon': 1e-1,
-  'rotary_base': 1e2,
-  'rotary_scaling': (2.0,),
-  'windows': (3,),
-  'local_rotary_base': 1e2,
-  'query_scale': 0.1,
-  'attention_cap': 0.0,
-  'logits_cap': 0.0,
-  'feed_forward': 'swiglu',
-  'qkv_bias': False,
-  'qk_norm': False,
-  'embedding_scale': False,
-  'norm_offset': False,
-  'post_norms': False,
-  'experts_per_token': 1,
-  'router_normalize': False,
-}
-
-
-def effects(run, name):
-  """Returns option -> how much a wrong value of it moves the logits."""
-  options = options_of(name)
-  wrong = {k: x for k, x in WRONG.items() if options[k] != x}
-  if options['num_experts'] == 1:
-    wrong.pop('router_normalize')
-  if not options['local_rotary_base']:
-    wrong.pop('local_rotary_base')
-  return {
-    key: distance(*logits_of(run(name), **{key: x})) for key, x in wrong.items()
-  }
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_each_option_matters(run, name):
-  found = effects(run, name)
-  assert len(found) >= 5
-  assert min(found.values()) > 1e-3, found
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -185,21 +144,6 @@ def test_an_export_of_an_import_is_the_same_to_the_bit(run, name, tmp_path):
   original = json.loads((REFERENCE / name / 'config.json').read_text())
   assert written['architectures'] == original['architectures']
   assert 2 in written['eos_token_id']
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_a_process_reads_its_part(run, name):
-  config = jaxline.load(run(name), mode='decode').config.model
-  tensors, rows = hf._open(REFERENCE / name), hf._rows(config)
-  rng = np.random.default_rng(0)
-  for path, whole in trees.named_leaves(
-    jaxline.load_weights(run(name))
-  ).items():
-    for _ in range(4):
-      ends = [sorted(rng.choice(n + 1, 2, replace=False)) for n in whole.shape]
-      index = tuple(slice(int(a), int(b)) for a, b in ends)
-      part = rows[path].read(tensors, whole.shape, index)
-      np.testing.assert_array_equal(part, whole[index], path)
 
 
 def test_half_precision_is_read_as_such_and_written_in_several_files(
@@ -244,50 +188,36 @@ def integers(folder):
 
 INDEX = 'model.safetensors.index.json'
 INV_FREQ = 'model.layers.0.self_attn.rotary_emb.inv_freq'
+PARTIAL = {'rope_type': 'default', 'partial_rotary_factor': 0.5}
+NO_FILE = {'weight_map': {'gone.weight': 'model-00001-of-00003'}}
+# What is wrong -> how, of a Llama or, below, of a mixture of experts.
 REFUSALS = {
   'bert': lambda x: edit(x, model_type='bert'),
   'yarn': lambda x: edit(x, rope_parameters={'rope_type': 'yarn'}),
-  'partial_rotary_factor': lambda x: edit(
-    x, rope_parameters={'rope_type': 'default', 'partial_rotary_factor': 0.5}
-  ),
-  'partial_rotary_factor=0.5': lambda x: edit(x, partial_rotary_factor=0.5),
-  'logit_scale=0': lambda x: edit(x, logit_scale=0),
+  'partial_rotary_factor': lambda x: edit(x, rope_parameters=PARTIAL),
   'auto_map': lambda x: edit(x, auto_map={'AutoModel': 'own.Model'}),
   'is a list': lambda x: (x / 'config.json').write_text('[1]'),
-  'cannot be read': lambda x: edit(x, rope_parameters=[1]),
   'tie_word_embeddings': lambda x: edit(x, tie_word_embeddings=True),
   'rotary_emb.inv_freq': functools.partial(add_tensor, INV_FREQ),
-  'model.embed_tokens.weight is in': functools.partial(
-    add_tensor, 'model.embed_tokens.weight'
-  ),
   'weight_map': lambda x: (x / INDEX).write_text('{}'),
-  'disagree': lambda x: (x / INDEX).write_text(
-    json.dumps({'weight_map': {'gone.weight': 'model-00001-of-00003'}})
-  ),
+  'disagree': lambda x: (x / INDEX).write_text(json.dumps(NO_FILE)),
   'relu': lambda x: edit(x, hidden_act='relu'),
   'attention_bias': lambda x: edit(x, attention_bias=True),
-  'mlp_bias': lambda x: edit(x, mlp_bias=True),
   'lm_head.weight': lambda x: edit(x, vocab_size=65),
   'extra.weight': functools.partial(add_tensor, 'extra.weight'),
   'model-00001-of-00003.safetensors': cut,
   'model-00002-of-00003': lambda x: next(x.glob('*2-of*')).unlink(),
   'I8': integers,
   'tokenizer.json': lambda x: (x / 'tokenizer.json').unlink(),
-}
-
-
-# Of a mixture of experts.
-REFUSALS_OF_EXPERTS = {
   'mlp_only_layers': lambda x: edit(x, mlp_only_layers=[0]),
-  'decoder_sparse_step=2': lambda x: edit(x, decoder_sparse_step=2),
   'experts.7.down_proj': lambda x: edit(x, num_local_experts=7),
 }
-REFUSALS |= REFUSALS_OF_EXPERTS
 
 
 @pytest.mark.parametrize('name', REFUSALS)
 def test_refusals_name_what_is_wrong(name, tmp_path):
-  family = 'qwen3_moe' if name in REFUSALS_OF_EXPERTS else 'llama'
+  of_experts = name in ('mlp_only_layers', 'experts.7.down_proj')
+  family = 'qwen3_moe' if of_experts else 'llama'
   folder = copied(family, tmp_path / 'source')
   REFUSALS[name](folder)
   with pytest.raises(errors.UsageError) as raised:
@@ -351,27 +281,6 @@ def tuned(run, folder, **overrides):
   return jaxline.fit(None, config, values)
 
 
-@pytest.mark.parametrize('missing', ['tokenizer.json', 'model.safetensors'])
-def test_a_folder_that_lacks_a_file_is_refused(missing, tmp_path):
-  folder = copied('llama3', tmp_path / 'hf')
-  (folder / missing).unlink()
-  with pytest.raises(errors.UsageError, match=missing[:5]):
-    hf.import_model(folder, tmp_path / 'run')
-  assert not (tmp_path / 'run').exists()
-
-
-def test_an_imported_run_may_be_moved(tmp_path):
-  folder = copied('llama3', tmp_path / 'hf')
-  hf.import_model(folder, tmp_path / 'run')
-  (tmp_path / 'run').rename(tmp_path / 'moved')
-  experiment = jaxline.load(tmp_path / 'moved', mode='decode')
-  assert experiment.tokenizer.vocab_size == 64
-  hf.export_run(tmp_path / 'moved', tmp_path / 'out')
-  assert (tmp_path / 'out/tokenizer.json').read_bytes() == (
-    folder / 'tokenizer.json'
-  ).read_bytes()
-
-
 def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   imported = run('llama3')
   experiment = jaxline.load(imported, mode='decode')
@@ -392,12 +301,7 @@ def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   out, back = tmp_path / 'out', tmp_path / 'back'
   hf.export_run(tmp_path / 'tuned', out)
   hf.import_model(out, back)
-  for x, y in zip(
-    jax.tree.leaves(jaxline.load_weights(tmp_path / 'tuned')),
-    jax.tree.leaves(jaxline.load_weights(back)),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(x, y)
+  assert_same_weights(tmp_path / 'tuned', back)
 
 
 def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
@@ -426,61 +330,6 @@ def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
     assert np.any(back[name] != base[name])
 
 
-class Averaged(experiment.Experiment):
-  """The experiment with averaged weights."""
-
-  def init_fn(self, rng):
-    params, _ = super().init_fn(rng)
-    return params, {sharded.EMA: params}
-
-  def after_update(self, before, after):
-    return sharded.average_weights(before, after, 0.9)
-
-
-def test_exports_choose_averaged_weights_and_parity_compares_them(
-  run, tmp_path, monkeypatch
-):
-  rules = (('state/params/(.*)', r'state/params/\1'),)
-  cls = f'{__name__}:Averaged'
-  tuned(run('llama3'), tmp_path, restore_rules=rules, experiment_class=cls)
-  source, stub = tmp_path / 'tuned', types.SimpleNamespace
-
-  def from_pretrained(folder, dtype):
-    hf.import_model(folder, folder.with_suffix('.run'))
-    back = jaxline.load(folder.with_suffix('.run'), mode='decode')
-    compute = functools.partial(model.apply, back.state.params)
-
-    def apply(ids):
-      logits = np.asarray(compute(ids, back.config.model))
-      return stub(logits=stub(numpy=lambda: logits))
-
-    return apply
-
-  torch = stub(
-    float32=None,
-    no_grad=contextlib.nullcontext,
-    from_numpy=lambda x: stub(long=lambda: x),
-  )
-  model_class = stub(from_pretrained=from_pretrained)
-  transformers = stub(AutoModelForCausalLM=model_class)
-  monkeypatch.setitem(sys.modules, 'torch', torch)
-  monkeypatch.setitem(sys.modules, 'transformers', transformers)
-  monkeypatch.setattr(hf, 'tokens_differ', lambda *_: False)
-  for weights in (None, 'averaged', 'raw'):
-    out = tmp_path / f'out-{weights}'
-    hf.export_run(source, out, weights=weights)
-    assert hf.parity(source, out) == (weights == 'raw')
-    for x, y in zip(
-      jax.tree.leaves(jaxline.load_weights(source, weights=weights)),
-      jax.tree.leaves(jaxline.load_weights(out.with_suffix('.run'))),
-      strict=True,
-    ):
-      np.testing.assert_array_equal(x, y)
-  nothing = stub(numpy=lambda: np.full([1, 1, 1], np.nan))
-  model_class.from_pretrained = lambda *_, **__: lambda _: stub(logits=nothing)
-  assert hf.parity(source, out) == 1
-
-
 @pytest.mark.parametrize('is_gemma', [False, True])
 def test_a_normalised_embedding_is_folded_into_an_untied_one(is_gemma):
   config = dataclasses.replace(
@@ -491,8 +340,8 @@ def test_a_normalised_embedding_is_folded_into_an_untied_one(is_gemma):
     embedding_scale=is_gemma,
   )
   params = model_test.params_of(config)
-  flat = trees.named_leaves(params)
-  folded, weights = hf._folded(config, flat)
+  folded, weights = hf._folded(config, trees.named_leaves(params))
+  assert not folded.tie_embeddings
   nested = {}
   for path, x in weights.items():
     module, _, name = path.rpartition('/')
@@ -504,9 +353,6 @@ def test_a_normalised_embedding_is_folded_into_an_untied_one(is_gemma):
     rtol=1e-6 * is_gemma,
     atol=1e-5 * is_gemma,
   )
-  if is_gemma:
-    return
-  assert hf._write_config(folded)['tie_word_embeddings'] is False
 
 
 _SHARDED = """
@@ -520,35 +366,11 @@ assert x.addressable_shards[0].data.size == x.size // 8, x.sharding
 
 
 @pytest.mark.process
-@pytest.mark.parametrize('processes', [1, 2])
-def test_a_sharded_import_is_the_unsharded_one(processes, run, tmp_path):
-  source, new = run('llama3').parent / 'source', tmp_path / 'run'
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    address = f'localhost:{s.getsockname()[1]}'
-  devices = 8 // processes
-  env = os.environ | {
-    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_COORDINATOR_ADDRESS': address,
-    'JAX_NUM_PROCESSES': str(processes),
-  }
-  children = [
-    subprocess.Popen(
-      [sys.executable, '-c', _SHARDED, str(source), str(new)],
-      cwd=ROOT,
-      env=env | {'JAX_PROCESS_ID': str(i)},
-    )
-    for i in range(processes)
-  ]
-  try:
-    assert [child.wait(100) for child in children] == [0] * processes
-  finally:
-    for child in children:
-      child.kill()
-  for x, y in zip(
-    jax.tree.leaves(jaxline.load_weights(run('llama3'))),
-    jax.tree.leaves(jaxline.load_weights(new)),
-    strict=True,
-  ):
-    np.testing.assert_array_equal(x, y)
+def test_a_sharded_import_is_the_unsharded_one(run, tmp_path):
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes=2', '--devices-per-process=4', '--'),
+    *(sys.executable, '-c', _SHARDED),
+    *(run('llama3').parent / 'source', tmp_path / 'run'),
+  )
+  assert done.returncode == 0, done.stderr
+  assert_same_weights(run('llama3'), tmp_path / 'run')

@@ -6,7 +6,6 @@ import pytest
 
 import jaxline
 from jaxline import errors
-from jaxline import sharded
 
 from . import experiment
 from . import experiment_test
@@ -37,80 +36,62 @@ def make(config, overrides):
   )
 
 
-def loss(subject, params):
-  batch = next(iter(subject.eval_input()))
-  return subject.loss_fn(params, {}, batch, jax.random.key(1), False)[0]
-
-
-def merged(subject):
-  return lora.merge(subject.state.params, subject.config.lora)
-
-
-def test_each_expert_has_its_adapters(config):
-  options = config.experiment_kwargs.config.model
-  options.update(num_experts=4, experts_per_token=2)
-  targets = {'experiment_kwargs.config.lora.targets': 'layers/experts/(in|out)'}
-  tuned = make(config, RANK | targets)
-  found = base = tuned.state.params
-  shapes = {k: x.shape for k, x in found['layers/experts'].items()}
-  assert shapes['in_lora_a'] == (2, 4, 32, 2)
-  assert shapes['in_lora_b'] == (2, 4, 2, 2, 64)
-  assert shapes['out_lora_a'] == (2, 4, 64, 2)
-  assert shapes['out_lora_b'] == (2, 4, 2, 32)
-  found = jax.tree.map(lambda x: x + 1, found)
-  experts = lora.merge(found, tuned.config.lora)['layers/experts']
-  a, b = (found['layers/experts'][f'out_lora_{x}'] for x in 'ab')
-  w = base['layers/experts']['out'][1, 3] + 1 + 8 * a[1, 3] @ b[1, 3]
-  np.testing.assert_allclose(experts['out'][1, 3], w, rtol=1e-5)
-
-
 def test_adapters_start_as_the_base_model_and_merge_into_it(config):
-  base, tuned = make(config, {}), make(config, RANK)
-  start = jax.device_get(tuned.state.params)
-  jax.tree.map(np.testing.assert_array_equal, merged(tuned), base.state.params)
-  qkv = start['layers/attention']
-  assert qkv['qkv_lora_a'].shape == (2, 32, 2)
-  assert qkv['qkv_lora_b'].shape == (2, 2, 3, 2, 16)
-  assert start['layers/attention']['out_lora_a'].shape == (2, 2, 16, 2)
-
+  model = config.experiment_kwargs.config.model
+  model.update(num_experts=4, experts_per_token=2)
+  targets = 'layers/(attention/.*|experts/(in|out))'
+  key = 'experiment_kwargs.config.lora.targets'
+  base, tuned = make(config, {}), make(config, RANK | {key: targets})
+  config, start = tuned.config.lora, jax.device_get(tuned.state.params)
+  merged = lora.merge(start, config)
+  jax.tree.map(np.testing.assert_array_equal, merged, base.state.params)
+  shapes = {
+    f'{module}/{name}': x.shape
+    for module, leaves in start.items()
+    for name, x in leaves.items()
+    if 'lora' in name
+  }
+  assert shapes == {
+    'layers/attention/qkv_lora_a': (2, 32, 2),
+    'layers/attention/qkv_lora_b': (2, 2, 3, 2, 16),
+    'layers/attention/out_lora_a': (2, 2, 16, 2),
+    'layers/attention/out_lora_b': (2, 2, 32),
+    'layers/experts/in_lora_a': (2, 4, 32, 2),  # Each expert has its own.
+    'layers/experts/in_lora_b': (2, 4, 2, 2, 64),
+    'layers/experts/out_lora_a': (2, 4, 64, 2),
+    'layers/experts/out_lora_b': (2, 4, 2, 32),
+  }
   rng = tuned.initialize_train_step_rng(jax.random.key(1))
-  for step in range(4):
+  for step in range(2):
     tuned.step(global_step=step, rng=rng, writer=None)
-  changed = jax.tree.map(
-    lambda a, b: bool(np.any(a != b)), start, tuned.state.params
-  )
-  for leaves in changed.values():
-    assert leaves == {name: 'lora' in name for name in leaves}
-  plain = jax.device_get(merged(tuned))
-  assert jax.tree.structure(plain) == jax.tree.structure(base.state.params)
-  # A known answer: two matrix products of the first layer.
-  a, b = (
-    np.asarray(tuned.state.params['layers/attention'][f'out_lora_{x}'][0])
-    for x in 'ab'
-  )
-  np.testing.assert_allclose(
-    plain['layers/attention']['out'][0].reshape(32, 32),
-    start['layers/attention']['out'][0].reshape(32, 32)
-    + 8 * a.reshape(32, 2) @ b,
-    atol=1e-6,
-  )
-  # The base model computes with the merged weights what was trained.
-  of_base, of_tuned = loss(base, plain), loss(tuned, tuned.state.params)
-  assert of_tuned != loss(base, base.state.params)
-  np.testing.assert_allclose(of_base, of_tuned, rtol=1e-5)
-
-
-def test_trainable_adds_to_the_adapters(config):
-  more = {'experiment_kwargs.config.trainable': 'embedding/.*'}
-  both, adapters, alone = (
-    sum(
-      jax.tree.leaves(
-        sharded.trainable(x.abstract_state().params, x.trainable_rules)
+  after = jax.device_get(tuned.state.params)
+  for module, leaves in after.items():
+    for name, x in leaves.items():
+      assert np.any(x != start[module][name]) == ('lora' in name)
+  plain = lora.merge(after, config)
+  # Known answers: two matrix products of a layer, and of an expert.
+  for module, at, shape in (
+    ('layers/attention', (0,), (32, 32)),
+    ('layers/experts', (1, 3), (64, 32)),
+  ):
+    w, a, b, found = (
+      np.asarray(leaves[module][name][at])
+      for leaves, name in (
+        *((start, 'out'), (after, 'out_lora_a'), (after, 'out_lora_b')),
+        (plain, 'out'),
       )
     )
-    for x in (make(config, RANK | more), make(config, RANK), make(config, more))
+    expected = w.reshape(shape) + 8 * a.reshape(shape[0], 2) @ b
+    np.testing.assert_allclose(found.reshape(shape), expected, atol=1e-6)
+  # The base model computes with the merged weights what was trained.
+  batch = next(iter(tuned.eval_input()))
+  of_tuned, of_base = (
+    x.loss_fn(params, {}, batch, jax.random.key(1), False)[0]
+    for x, params in ((tuned, after), (base, plain))
   )
-  assert both == adapters + alone
+  np.testing.assert_allclose(of_base, of_tuned, rtol=1e-5)
+  with pytest.raises(errors.UsageError, match='layers/attention/qvk'):
+    _ = make(tuned.run_config, {key: 'layers/attention/qvk'}).state
 
 
 @pytest.mark.parametrize(
@@ -147,9 +128,3 @@ def test_a_run_is_tuned_from_the_weights_of_another(
     np.testing.assert_array_equal, again.state.params, tuned.state.params
   )
   assert again.decode(['to'], jax.random.key(0))
-
-
-def test_targets_that_match_nothing_are_refused(config):
-  key = 'experiment_kwargs.config.lora.targets'
-  with pytest.raises(errors.UsageError, match='layers/attention/qvk'):
-    _ = make(config, RANK | {key: 'layers/attention/qvk'}).state

@@ -1,6 +1,6 @@
-"""Tests of the language model against independent formulas.
+"""Each way to run the language model gives the same numbers.
 
-Shapes: as in model.py.
+`hf_test.py` compares them with transformers. Shapes: as in model.py.
 """
 
 import dataclasses
@@ -50,11 +50,12 @@ def params_of(config):
   )
 
 
-def decoded(params, tokens, config, size):
-  """Returns the logits of tokens that are decoded `size` at a time."""
+def decoded(params, tokens, config):
+  """Returns the logits of tokens that are decoded in three pieces."""
+  length = tokens.shape[1]
   cache, pieces = model.empty_cache(config, *tokens.shape), []
-  for start in range(0, tokens.shape[1], size):
-    piece = tokens[:, start : start + size]
+  for start, end in ((0, 5), (5, length - 1), (length - 1, length)):
+    piece = tokens[:, start:end]
     logits, cache = _decode_step(params, piece, cache, start, config)
     pieces.append(logits)
   return np.concatenate(pieces, axis=1)
@@ -66,18 +67,19 @@ def _tokens(config, batch=2, length=12, seed=1):
   return rng.integers(0, config.vocab_size, shape).astype(np.int32)
 
 
+def _mean_loss(params, tokens, config, weights=None, **kwargs):
+  weights = np.ones(tokens.shape, np.float32) if weights is None else weights
+  args = params, tokens, tokens[:, ::-1], weights, config
+  total, weight, _ = model.loss(*args, **kwargs)
+  return total / weight
+
+
 @functools.cache
 def _loss_and_grads(config):
   tokens = _tokens(config)
   weights = np.ones(tokens.shape, np.float32)
   weights[0, :3] = 0
-
-  def mean(params):
-    total, weight, _ = model.loss(
-      params, tokens, tokens[:, ::-1], weights, config
-    )
-    return total / weight
-
+  mean = lambda params: _mean_loss(params, tokens, config, weights)
   return jax.jit(jax.value_and_grad(mean))(params_of(TINY))
 
 
@@ -88,147 +90,28 @@ def _assert_trees_close(actual, expected, **tolerance):
   )
 
 
-# ---- An independent program: numpy, float64, one position at a time.
-
-
-def _numpy_norm(x, scale):
-  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
-
-
-def _numpy_turn(vector, position):
-  """Turns pairs as complex numbers."""
-  half = len(vector) // 2
-  pairs = vector[:half] + 1j * vector[half:]
-  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
-  return np.concatenate([pairs.real, pairs.imag])
-
-
-def _numpy_attention(q_LK, k_LK, v_LK):
-  out = []
-  for i in range(len(q_LK)):
-    scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
-    p = np.exp(scores) / np.exp(scores).sum()
-    out.append(p @ v_LK[: i + 1])
-  return np.array(out)
-
-
-def _numpy_logits(params, tokens_L, config):
-  w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  x = w['embedding']['tokens'][tokens_L]
-  if config.positions == 'learned':
-    x = x + w['embedding']['positions'][: len(tokens_L)]
-  for n in range(config.num_layers):
-    attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
-    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
-    branch = 0
-    for head in range(config.num_heads):
-      q, k, v = (h @ attention['qkv'][n, :, i, head] for i in range(3))
-      if config.positions == 'rotary':
-        q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
-        k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
-      branch = branch + _numpy_attention(q, k, v) @ attention['out'][n, head]
-    x = x + branch
-    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
-    a = h @ feed_forward['in'][n, :, 0]
-    if config.feed_forward == 'swiglu':
-      a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
-    else:
-      inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
-      a = 0.5 * a * (1 + np.tanh(inner))
-    x = x + a @ feed_forward['out'][n]
-  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
-
-
-@pytest.mark.parametrize('name', VARIANTS)
-def test_logits_and_loss_match_an_independent_program(name):
-  config = VARIANTS[name]
-  params, tokens = params_of(config), _tokens(config)
-  logits = _apply(params, tokens, config)
-  expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
-  np.testing.assert_allclose(logits, expected, atol=2e-5)
-
-  targets = np.roll(tokens, 1, axis=1)
-  weights = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) % 3
-  nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
-    expected, targets[..., None], -1
-  ).squeeze(-1)
-  total, weight, _ = jax.jit(model.loss, static_argnums=4)(
-    params, tokens, targets, weights, config
-  )
-  assert weight == weights.sum()
-  np.testing.assert_allclose(total, (nats * weights).sum(), rtol=1e-5)
-
-
-@pytest.mark.parametrize('name', VARIANTS)
-def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
-  config = VARIANTS[name]
-  params = params_of(config)
-  lengths = (5, 1, 6)
+def test_documents_packed_into_a_row_cost_what_they_cost_alone():
+  config = VARIANTS['learned_swiglu']
+  params, lengths = params_of(config), (5, 1, 6)
   tokens = [_tokens(config, 1, n, seed=n) for n in lengths]
-  targets = [_tokens(config, 1, n, seed=n + 20) for n in lengths]
-  loss = jax.jit(model.loss, static_argnums=4)
+  loss = jax.jit(_mean_loss, static_argnums=2)
   alone = sum(
-    loss(params, x, y, np.ones(x.shape, np.float32), config)[0]
-    for x, y in zip(tokens, targets, strict=True)
+    n * loss(params, x, config) for n, x in zip(lengths, tokens, strict=True)
   )
-  packed = [np.concatenate(x, axis=1) for x in (tokens, targets)]
-  args = (params, *packed, np.ones((1, 12), np.float32), config)
-  total, weight, _ = loss(
-    *args,
+  # The targets of a document are its tokens from behind.
+  packed = np.concatenate(tokens, axis=1)
+  targets = np.concatenate([x[:, ::-1] for x in tokens], axis=1)
+  ones = np.ones((1, 12), np.float32)
+  positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+  total, weight, _ = model.loss(
+    *(params, packed, targets, ones, config),
     segment_ids_BL=np.repeat(np.arange(1, 4, dtype=np.int32), lengths)[None],
-    positions_BL=np.concatenate(
-      [np.arange(n, dtype=np.int32) for n in lengths]
-    )[None],
+    positions_BL=positions[None],
   )
   assert weight == 12
   np.testing.assert_allclose(total, alone, rtol=1e-5)
-  assert abs(loss(*args)[0] - alone) > 0.01  # Unless they see each other.
-
-
-def test_parameter_count_and_axes():
-  d, f, v, n = TINY.embed_dim, TINY.mlp_dim, TINY.vocab_size, TINY.num_layers
-  counts = {
-    'rotary_gelu': v * d + n * (4 * d * d + 2 * d * f + 2 * d) + d,
-    'learned_swiglu': (v + TINY.max_length) * d
-    + n * (4 * d * d + 3 * d * f + 2 * d)
-    + d,
-  }
-  for name, config in VARIANTS.items():
-    boxed = jax.eval_shape(
-      lambda rng, config=config: model.init(rng, config),
-      jax.random.PRNGKey(0),
-    )
-    leaves = jax.tree.leaves(boxed, is_leaf=partitioning.is_logical)
-    assert sum(math.prod(x.value.shape) for x in leaves) == counts[name]
-    for x in leaves:
-      assert partitioning.is_logical(x)
-      assert x.value.dtype == jnp.float32
-      assert len(x.axes) == x.value.ndim
-      assert set(x.axes) <= {None, *partitioning.AXIS_NAMES}
-    stacked = boxed['layers/attention']['qkv']
-    assert stacked.axes == ('layers', 'embed', None, 'heads', 'kv')
-    assert boxed['embedding']['tokens'].axes == ('vocab', 'embed')
-    for module, weights in boxed.items():
-      for x in weights.values():
-        assert (x.axes[0] == 'layers') == module.startswith('layers/')
-
-
-def test_axes_give_a_sharding_that_computes_the_same():
-  params, tokens = params_of(TINY), _tokens(TINY)
-  expected = _apply(params, tokens, TINY)
-  partitioner = partitioning.Partitioner.make({'data': 2}, 'fsdp')
-  boxed = jax.eval_shape(_init, jax.random.key(0), TINY)
-  specs = partitioner.specs(boxed)
-  (*_, embed) = specs['layers/feed_forward']['out']
-  assert embed == ('data', 'expert')
-  with partitioner.activate():
-    sharded = jax.jit(
-      lambda params, tokens: model.apply(params, tokens, TINY),
-      in_shardings=(partitioner.shardings(specs), partitioner.batch_sharding),
-    )
-    actual = jax.block_until_ready(sharded(params, tokens))
-  assert len(actual.sharding.device_set) == 2
-  np.testing.assert_allclose(actual, expected, atol=1e-5)
+  together, *_ = model.loss(params, packed, targets, ones, config)
+  assert abs(together - alone) > 0.01  # Unless they see each other.
 
 
 def test_initial_weights_and_loss():
@@ -254,12 +137,10 @@ def test_initial_weights_and_loss():
 @pytest.mark.parametrize(
   'changes',
   [
-    {'scan_layers': True},
     {'remat': 'dots'},
-    {'remat': 'offload', 'scan_layers': True},
     {'remat': 'full', 'scan_layers': True},
+    {'remat': 'offload', 'scan_layers': True},
     {'loss_chunks': 3},
-    {'pipeline_stages': 2, 'pipeline_microbatches': 2},
   ],
   ids=str,
 )
@@ -270,159 +151,73 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
   )
 
 
-# Four layers, six rows.
-@pytest.mark.parametrize(
-  ('stages', 'microbatches', 'repeats', 'changes'),
-  [
-    pytest.param(2, 3, 1, {}, marks=pytest.mark.slow),
-    (2, 2, 2, {'scan_layers': True, 'remat': 'dots', 'loss_chunks': 2}),
-    (4, 1, 1, {'scan_layers': True, 'remat': 'offload'}),
-  ],
-)
-def test_a_pipeline_changes_neither_loss_nor_gradients(
-  stages, microbatches, repeats, changes
-):
-  # Learned positions, so that of segments and rows all is in use.
+def test_a_pipeline_changes_neither_loss_nor_gradients():
+  # Learned positions, so that of segments and rows all is in use. Scanned
+  # layers compile in a fraction of the time.
   config = dataclasses.replace(
-    VARIANTS['learned_swiglu'], num_layers=4, dropout=0.3
+    VARIANTS['learned_swiglu'], num_layers=4, dropout=0.3, scan_layers=True
   )
   pipelined = dataclasses.replace(
     config,
-    pipeline_stages=stages,
-    pipeline_microbatches=microbatches,
-    pipeline_repeats=repeats,
-    **changes,
+    pipeline_stages=2,
+    pipeline_microbatches=2,
+    pipeline_repeats=2,
+    remat='dots',
+    loss_chunks=2,
   )
-  _assert_trees_close(
-    _packed_loss_and_grads(pipelined),
-    # Scanned layers compile in a fraction of the time.
-    _packed_loss_and_grads(dataclasses.replace(config, scan_layers=True)),
-    rtol=1e-4,
-    atol=1e-5,
+  params, tokens = params_of(config), _tokens(config, batch=6)
+  rows = {
+    'rng': jax.random.key(5),
+    'is_training': True,
+    'segment_ids_BL': np.sort(_tokens(config, 6, seed=2) % 3, axis=1),
+    'positions_BL': tokens,
+  }
+  actual, expected = (
+    jax.jit(
+      jax.value_and_grad(functools.partial(_mean_loss, **rows)),
+      static_argnums=2,
+    )(params, tokens, x)
+    for x in (pipelined, config)
   )
-
-
-@functools.cache
-def _packed_loss_and_grads(config):
-  tokens = _tokens(config, batch=6)
-  segments = np.sort(_tokens(config, batch=6, seed=2) % 3, axis=1)
-
-  def mean(params):
-    total, weight, _ = model.loss(
-      params,
-      tokens,
-      tokens[:, ::-1],
-      np.ones(tokens.shape, np.float32),
-      config,
-      rng=jax.random.key(5),
-      is_training=True,
-      segment_ids_BL=segments,
-      positions_BL=tokens,
-    )
-    return total / weight
-
-  four_layers = dataclasses.replace(VARIANTS['learned_swiglu'], num_layers=4)
-  return jax.jit(jax.value_and_grad(mean))(params_of(four_layers))
+  _assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
+  with pytest.raises(ValueError, match=r'batch of 1 rows .* divide into 2'):
+    model.apply(params, tokens[:1], pipelined)
 
 
 # A pipeline is a `vmap` over its stages, of a `shard_map` over all devices.
 def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
-  monkeypatch.setitem(
-    transformer.FLASH,
-    'cpu',
-    functools.partial(transformer.splash_attention, interpret=True),
-  )
+  flash = functools.partial(transformer.splash_attention, interpret=True)
+  monkeypatch.setitem(transformer.FLASH, 'cpu', flash)
   config = dataclasses.replace(TINY, max_length=128, scan_layers=True)
-  flash = dataclasses.replace(
+  split = dataclasses.replace(
     config,
     attention='flash',
     remat='dots',
     pipeline_stages=2,
     pipeline_microbatches=2,
   )
-  params, tokens = params_of(config), _tokens(config, batch=2, length=128)
-  segments = np.sort(_tokens(config, batch=2, length=128, seed=2) % 3, axis=1)
+  params, tokens = params_of(config), _tokens(config, length=128)
+  segments = np.sort(_tokens(config, length=128, seed=2) % 3, axis=1)
 
   def loss_and_grads(config, **options):
-    def mean(params, tokens, segments):
-      total, weight, _ = model.loss(
-        params,
-        tokens,
-        tokens[:, ::-1],
-        jnp.ones(tokens.shape),
-        config,
-        segment_ids_BL=segments,
-      )
-      return total / weight
-
+    mean = lambda params, tokens, segments: _mean_loss(
+      params, tokens, config, segment_ids_BL=segments
+    )
     run = jax.jit(jax.value_and_grad(mean), **options)
     return jax.device_get(run(params, tokens, segments))
 
-  partitioner = partitioning.Partitioner.make(
-    {'stage': 2, 'data': 1}, 'pipeline'
-  )
+  sizes = {'stage': 2, 'data': 1}
+  partitioner = partitioning.Partitioner.make(sizes, 'pipeline')
   specs = partitioner.specs(jax.eval_shape(_init, jax.random.key(0), config))
   rows = partitioner.batch_sharding
+  places = partitioner.shardings(specs), rows, rows
   with partitioner.activate():
-    actual = loss_and_grads(
-      flash, in_shardings=(partitioner.shardings(specs), rows, rows)
-    )
+    actual = loss_and_grads(split, in_shardings=places)
   _assert_trees_close(actual, loss_and_grads(config), rtol=1e-4, atol=1e-6)
 
 
-def test_the_pipeline_is_left_out_where_tokens_are_decoded():
-  params, tokens = params_of(TINY), _tokens(TINY, batch=1, length=3)
-  pipelined = dataclasses.replace(
-    TINY, pipeline_stages=2, pipeline_microbatches=3
-  )
-  cache = model.empty_cache(TINY, 1, 3)
-  programs = [
-    jax.make_jaxpr(model.decode_step, static_argnums=4)(
-      params, tokens, cache, 0, config
-    )
-    for config in (pipelined, TINY)
-  ]
-  assert str(programs[0]) == str(programs[1])
-  with pytest.raises(
-    ValueError, match='batch of 1 rows does not divide into 3'
-  ):
-    model.apply(params, tokens, pipelined)
-
-
-def test_scanned_and_unrolled_start_from_the_same_weights():
-  scanned = dataclasses.replace(TINY, scan_layers=True)
-  rng = jax.random.key(0)
-  _assert_trees_close(_init(rng, scanned), _init(rng, TINY), rtol=0)
-
-
-# Decoding by it is tested in experiment_test.py.
-@pytest.mark.parametrize('name', VARIANTS)
-def test_a_sequence_in_two_pieces_is_the_whole(name):
-  config = VARIANTS[name]
-  params, tokens = params_of(config), _tokens(config)
-  whole = _apply(params, tokens, config)
-  actual = decoded(params, tokens, config, size=6)
-  np.testing.assert_allclose(actual, whole, atol=1e-5)
-
-
-def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
-  params, tokens = params_of(TINY), _tokens(TINY)
-  before = _apply(params, tokens, TINY)
-  attention = transformer.causal_attention
-  capped = lambda *args, **kwargs: attention(*args, **{**kwargs, 'cap': 0.1})
-  monkeypatch.setattr(transformer, 'causal_attention', capped)
-  whole = jax.jit(lambda: model.apply(params, tokens, TINY))()
-  assert not np.allclose(whole, before, atol=1e-3)
-  cache = model.empty_cache(TINY, 2, 12)
-  pieces, _ = jax.jit(
-    lambda: model.decode_step(params, tokens, cache, 0, TINY)
-  )()
-  np.testing.assert_allclose(pieces, whole, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-  ('name', 'scan_layers'),
-  [('rotary_gelu', False), ('learned_swiglu', True)],
+  ('name', 'scan_layers'), [('rotary_gelu', False), ('learned_swiglu', True)]
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
@@ -451,12 +246,14 @@ def test_rows_decode_from_positions_of_their_own(name, scan_layers):
 
 
 def test_decoding_drops_no_token_of_an_expert():
-  free = dataclasses.replace(TINY, num_experts=4, experts_per_token=2)
+  free = dataclasses.replace(
+    TINY, num_experts=4, experts_per_token=2, num_layers=1
+  )
   config = dataclasses.replace(free, expert_capacity=0.25)
   params, tokens = jax.tree.map(jnp.asarray, params_of(free)), _tokens(free)
   whole = _apply(params, tokens, free)
   assert not np.allclose(_apply(params, tokens, config), whole, atol=1e-2)
-  found = decoded(params, tokens, config, size=4)
+  found = decoded(params, tokens, config)
   np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
@@ -494,33 +291,19 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
 @pytest.mark.parametrize(
   ('changes', 'words'),
   [
-    ({'num_layers': 0}, 'num_layers must be a positive integer; got 0'),
     ({'mlp_dim': 2.5}, 'mlp_dim must be a positive integer; got 2.5'),
-    ({'loss_chunks': -1}, 'loss_chunks must be a positive integer'),
     ({'num_heads': 3}, 'num_heads must divide embed_dim; got 3 heads for 16'),
     ({'num_heads': 16}, "even embed_dim .* got 1.*positions='learned'"),
     ({'remat': 'some'}, "remat must be one of .*'dots'.*; got 'some'"),
     ({'dtype': 'float8'}, "dtype must be one of .*; got 'float8'"),
-    (
-      {'attention': 'cudnn'},
-      "attention must be one of .*'flash'.*; got 'cudnn'",
-    ),
     ({'positions': 'some'}, "positions must be one of .*'rotary'.* got 'some'"),
     ({'pipeline_stages': 3}, '2 layers do not divide over 3 stages'),
-    (
-      {'pipeline_microbatches': 2},
-      'pipeline_microbatches=2 .* no effect with pipeline_stages=1',
-    ),
+    ({'pipeline_microbatches': 2}, 'no effect with pipeline_stages=1'),
     ({'matmul': 'fp8', 'pipeline_stages': 2}, 'pipeline of 2 stages would add'),
     ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
     ({'experts_per_token': 2}, 'experts_per_token must be at most num_experts'),
-    ({'num_experts': 0}, 'num_experts must be a positive integer; got 0'),
-    ({'shared_dim': 8}, 'shared_dim=8 has no effect with num_experts=1'),
     ({'router_scale': 2.0}, 'router_scale=2.0 has no effect'),
-    (
-      {'num_experts': 4, 'expert_capacity': -1.0},
-      'expert_capacity must be a pos',
-    ),
+    ({'num_experts': 4, 'expert_capacity': -1.0}, 'expert_capacity must be'),
     ({'num_experts': 4, 'router_gate': 'relu'}, "router_gate .* got 'relu'"),
     ({'num_experts': 4, 'pipeline_stages': 2}, 'pipeline .* num_experts=4'),
     ({'num_experts': 4, 'matmul': 'fp8'}, "matmul='fp8' .* num_experts=4"),
@@ -541,16 +324,6 @@ def test_errors_about_lengths():
   tokens = tokens[:, :12]
   with pytest.raises(ValueError, match=r'chunks must divide .* 5 for 12'):
     model.loss(params, tokens, tokens, np.ones(tokens.shape), config)
-
-
-def test_a_weight_without_axes_is_refused(monkeypatch):
-  def undeclared(name, shape, axes, init):
-    del axes, init
-    return model.hk.get_parameter(name, shape, jnp.float32, jnp.ones)
-
-  monkeypatch.setattr(model, 'weight', undeclared)
-  with pytest.raises(ValueError, match='has no logical axes'):
-    model.init(jax.random.key(0), TINY)
 
 
 # Options of a layer. `hf_test.py` compares each with transformers.
@@ -582,7 +355,6 @@ def test_options_in_each_way_to_run_the_layers(name):
   assert not np.allclose(_apply(params_of(TINY), tokens, TINY), expected)
   for changed in (
     {'scan_layers': True},
-    {'remat': 'full'},
     {'pipeline_stages': 2, 'pipeline_microbatches': 2},
   ):
     other = dataclasses.replace(config, **changed)
@@ -592,18 +364,5 @@ def test_options_in_each_way_to_run_the_layers(name):
   for scan_layers in (False, True):
     other = dataclasses.replace(config, scan_layers=scan_layers)
     np.testing.assert_allclose(
-      decoded(params, tokens, other, size=4), expected, atol=1e-5
+      decoded(params, tokens, other), expected, atol=1e-5
     )
-
-
-def test_a_window_hides_what_is_further_back():
-  config = dataclasses.replace(TINY, num_layers=1, windows=(3,))
-  params, tokens = params_of(config), np.asarray(_tokens(config))
-  changed = tokens.copy()
-  changed[:, 4] = (changed[:, 4] + 1) % config.vocab_size
-  before, after = (
-    np.asarray(_apply(params, jnp.asarray(x), config))
-    for x in (tokens, changed)
-  )
-  moved = np.abs(after - before).max(axis=(0, 2)) > 1e-6
-  assert np.flatnonzero(moved).tolist() == [4, 5, 6]
