@@ -26,9 +26,6 @@ def _fail(error):
   raise error('bad')
 
 
-# make_async.
-
-
 def test_make_async_runs_all_calls_in_order_on_one_thread():
   may_go, running, order = threading.Event(), threading.Lock(), []
 
@@ -84,9 +81,6 @@ def test_make_async_raises_an_error_at_each_later_call():
     depths.add(len(_frames(info.value)))
   assert len(depths) == 1
   assert runs == [0]
-
-
-# SerialExecutor.
 
 
 def test_wait_raises_the_error_of_any_call():
@@ -183,9 +177,6 @@ def test_the_end_of_the_process_ends_all_executors_together():
   assert lines == ['early', 'first', 'second']
   assert 'The background thread a has stopped' in last
   assert done.returncode == 0
-
-
-# py_prefetch.
 
 
 def test_py_prefetch_gives_all_elements_in_order_from_its_thread():
