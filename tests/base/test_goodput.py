@@ -16,40 +16,29 @@ from jaxline.compat import checkpointers
 from tests.experiments import regression
 
 
-class Clock:
-  """Stands still unless it is set."""
-
-  now = 100.0
-
-  def __call__(self):
-    return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-  made = Clock()
-  monkeypatch.setattr(goodput, '_clock', made)
+  """Stands still unless it is set."""
+  made = types.SimpleNamespace(now=100.0, time=lambda: made.now)
+  monkeypatch.setattr(goodput, '_clock', made.time)
   # JAX says how long its phases took.
-  clock = types.SimpleNamespace(time=made)
-  monkeypatch.setattr('jax._src.dispatch.time', clock)
+  monkeypatch.setattr('jax._src.dispatch.time', made)
   return made
 
 
-class Since:
-  """What has been spent since this was made."""
+def since_now():
+  """Returns a function that returns what has been spent since."""
+  before = goodput.seconds_by_category()
 
-  def __init__(self):
-    self.before = goodput.seconds_by_category()
-
-  def __call__(self):
+  def since():
     now = goodput.seconds_by_category()
-    return {
-      k: x - self.before[k] for k, x in now.items() if x != self.before[k]
-    }
+    return {k: x - before[k] for k, x in now.items() if x != before[k]}
+
+  return since
 
 
 def test_each_moment_counts_once(clock):
-  since = Since()
+  since = since_now()
   with goodput.run():
     clock.now += 1  # start
     with debug.log_activity('reading', category='restore'):
@@ -68,18 +57,13 @@ def test_each_moment_counts_once(clock):
     clock.now += 256  # other
   clock.now += 512  # After the run.
   assert since() == {
-    'start': 5,
-    'restore': 2,
-    'steps': 136,
-    'input wait': 48,
-    'checkpoints': 32,
-    'evaluation': 32,
-    'other': 256,
+    **{'start': 5, 'restore': 2, 'steps': 136, 'input wait': 48},
+    **{'checkpoints': 32, 'evaluation': 32, 'other': 256},
   }
 
 
 def test_other_threads_and_inner_runs_measure_nothing(clock):
-  since, told = Since(), []
+  since, told = since_now(), []
 
   def beside():
     with goodput.measure('evaluation'):
@@ -99,9 +83,6 @@ def test_other_threads_and_inner_runs_measure_nothing(clock):
   assert since() == {'start': 8, 'steps': 3}
 
 
-# Of runs.
-
-
 def config_of(directory, **kwargs):
   config = regression.get_config(6)
   values = {'checkpoint_dir': str(directory), 'save_checkpoint_interval': 3}
@@ -111,7 +92,7 @@ def config_of(directory, **kwargs):
 
 def test_the_time_of_a_run_adds_up(tmp_path):
   config = config_of(tmp_path, eval_interval=3)
-  since, began = Since(), time.monotonic()
+  since, began = since_now(), time.monotonic()
   api.fit(regression.Regression, config)
   wall = time.monotonic() - began
   took = since()
@@ -123,7 +104,7 @@ def test_the_time_of_a_run_adds_up(tmp_path):
     *('evaluation', 'other'),
   }
   config.training_steps = 9
-  since = Since()
+  since = since_now()
   api.fit(regression.Regression, config)
   assert 'restore' in since()
 
@@ -139,7 +120,7 @@ def test_what_a_save_takes_is_no_step(clock, tmp_path):
 
   config = config_of(tmp_path, best_model_eval_metric='loss', eval_interval=-1)
   checkpointer = Slow(config, 'train_and_eval')
-  since = Since()
+  since = since_now()
   with goodput.run():
     train.Run(regression.Regression, config, checkpointer).train_and_eval()
   # After the steps 3 and 6; the best; and at the end, of both experiments.
