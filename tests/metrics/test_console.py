@@ -14,9 +14,7 @@ import os
 import pathlib
 import pty
 import re
-import signal
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -42,9 +40,8 @@ from tests import processes
 from tests import toys
 from tests.experiments import regression
 
-ROOT = processes.ROOT
-TOY = ROOT / 'tests' / 'programs' / 'toy.py'
-CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+TOY = processes.ROOT / 'tests' / 'programs' / 'toy.py'
+CONFIG = TOY.with_name('toy_config.py')
 DRAWN_SECS = 0.6  # Longer than it takes until the live line is drawn again.
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
 
@@ -72,11 +69,11 @@ def screen(data):
 class Terminal:
   """A pseudo-terminal: `file` writes to it, `text` is what was written."""
 
-  def __init__(self, columns=80):
+  def __init__(self):
     self._controller, terminal = pty.openpty()
     self.file = os.fdopen(terminal, 'w', encoding='utf-8')
-    self.resize(columns)
-    self._data, self._processes = b'', []
+    self.resize(80)
+    self._data = b''
     self._reader = threading.Thread(target=self._read)
     self._reader.start()
 
@@ -93,36 +90,12 @@ class Terminal:
   def text(self):
     return self._data.decode(errors='replace')
 
-  def wait_for(self, is_there, secs=20):
-    """Waits for a pattern in the text, or for a condition on the screen."""
-    deadline = time.monotonic() + secs
-    while not (
-      re.search(is_there, self.text)
-      if isinstance(is_there, str)
-      else is_there(screen(self.text))
-    ):
-      assert time.monotonic() < deadline, self.text[-4000:]
-      time.sleep(0.01)
-
-  def run(self, command, **kwargs):
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
-    streams = {'stdin': subprocess.DEVNULL, 'stderr': self.file}
-    process = subprocess.Popen(
-      [sys.executable, '-W', 'ignore', *command],
-      cwd=ROOT,
-      env=environment | {'COLUMNS': ''},
-      stdout=self.file,
-      start_new_session=True,
-      **streams | kwargs,
-    )
-    self._processes.append(process)
-    return process
+  def wait_for(self, shown):
+    """Waits until it shows some lines."""
+    processes.wait_until(lambda: screen(self.text) == shown, 20)
 
   def close(self):
     """Closes it, and returns what it shows."""
-    for process in self._processes:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # Also what it has forked.
     self.file.close()
     self._reader.join(60)
     os.close(self._controller)
@@ -169,9 +142,6 @@ def begun(
     lambda: place.saved_step,
   )
   return console, state, place
-
-
-# --- Lines of numbers. ---
 
 
 def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
@@ -301,7 +271,11 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   assert len((tmp_path / 'x').read_text().splitlines()) == 4
 
 
-def test_a_pipe_that_nobody_reads_ends_no_run(monkeypatch):
+def test_what_stdout_cannot_take_ends_no_run(monkeypatch):
+  out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+  monkeypatch.setattr(sys, 'stdout', out)
+  console_lib.Console('plain').print('caf\xe9')
+  assert out.buffer.getvalue() == b'caf?\n'
   reader, writer = os.pipe()
   os.close(reader)
   with os.fdopen(writer, 'w') as out:
@@ -310,33 +284,22 @@ def test_a_pipe_that_nobody_reads_ends_no_run(monkeypatch):
       console_lib.Console('plain').print('x\n' * 100_000)
 
 
-def test_a_text_that_the_terminal_cannot_show_is_no_error(monkeypatch):
-  out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
-  monkeypatch.setattr(sys, 'stdout', out)
-  console_lib.Console('plain').print('caf\xe9')
-  assert out.buffer.getvalue() == b'caf?\n'
-
-
-def test_the_log_is_quiet_about_the_libraries():
+def test_the_log_is_quiet_about_the_libraries(monkeypatch):
   library = pathlib.Path(jax.__file__).parent / '_src' / 'xla_bridge.py'
   own = pathlib.Path(jaxline.__file__).parent
-  for path, level, is_shown in (
-    (own / 'train.py', std_logging.INFO, False),
-    (own / 'metrics' / 'console.py', std_logging.INFO, True),
-    (library, std_logging.INFO, False),
-    (library, std_logging.ERROR, True),
-    (library.parents[2] / 'jaxlike' / 'x.py', std_logging.INFO, True),
-  ):
-    record = std_logging.LogRecord('x', level, str(path), 1, 'text', (), None)
-    assert console_lib.is_shown(record) is is_shown, path
-    more = mock.patch.object(
-      logging, 'get_verbosity', return_value=logging.DEBUG
+  records = {
+    std_logging.LogRecord('x', level, str(path), 1, 'text', (), None): is_shown
+    for path, level, is_shown in (
+      (own / 'train.py', std_logging.INFO, False),
+      (own / 'metrics' / 'console.py', std_logging.INFO, True),
+      (library, std_logging.INFO, False),
+      (library, std_logging.ERROR, True),
+      (library.parents[2] / 'jaxlike' / 'x.py', std_logging.INFO, True),
     )
-    with more:
-      assert console_lib.is_shown(record)
-
-
-# --- The live line. ---
+  }
+  assert {x: console_lib.is_shown(x) for x in records} == records
+  monkeypatch.setattr(logging, 'get_verbosity', lambda: logging.DEBUG)
+  assert all(map(console_lib.is_shown, records))
 
 
 @pytest.fixture
@@ -349,7 +312,7 @@ def live(terminal, monkeypatch):
     for name in ('stdout', 'stderr'):
       monkeypatch.setattr(sys, name, streams.get(name, terminal.file))
     made.append(live_lib.LiveLine(draw))
-    terminal.wait_for('drawn')
+    terminal.wait_for([draw(79)])
     return made[0]
 
   monkeypatch.setenv('TERM', 'xterm')
@@ -372,19 +335,34 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
     for percent in (10, 20):
       sys.stderr.write(f'\r{percent}% of it')
     sys.stderr.flush()
-    terminal.wait_for('20% of it')
+    shown = ['printed', 'lines', 'warn', 'half a line']
+    terminal.wait_for([*shown, '20% of it'])
     time.sleep(DRAWN_SECS)
     assert screen(terminal.text)[4:] == ['20% of it']  # A progress bar.
     sys.stderr.write('\r100% of it\n')
-    terminal.wait_for(lambda shown: shown[4:] == ['100% of it', 'drawn'])
+    terminal.wait_for([*shown, '100% of it', 'drawn'])
     line.stop()
     print('after')
   finally:
     logger.removeHandler(handler)
   assert terminal.file.write == write
-  assert terminal.close() == [
-    'printed', 'lines', 'warn', 'half a line', '100% of it', 'after', '',
-  ]  # fmt: skip
+  assert terminal.close() == [*shown, '100% of it', 'after', '']
+
+
+@pytest.mark.parametrize('has_debugger', [True, False])
+def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
+  has_debugger, live, terminal, monkeypatch
+):
+  live()
+  group = [os.getpgrp() + (not has_debugger)]
+  monkeypatch.setattr(os, 'tcgetpgrp', lambda fd: group[0])
+  names = {'__name__': 'pdb' if has_debugger else 'x', 'sleep': time.sleep}
+  exec(f"print('(Pdb) ', end='', flush=1); sleep({DRAWN_SECS})", names)
+  shown = screen(terminal.text)
+  group[0] = os.getpgrp()
+  print('typed')
+  assert shown == ['(Pdb)']
+  terminal.wait_for(['(Pdb) typed', 'drawn'])  # It is back.
 
 
 def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
@@ -393,53 +371,10 @@ def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
   print('an error', file=sys.stderr)  # It is no terminal: it is left alone.
   for columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
     terminal.resize(columns)
-    expected = ['drawn'.ljust(width - 1, '-')]
-    terminal.wait_for(lambda shown, expected=expected: shown == expected)
+    terminal.wait_for(['drawn'.ljust(width - 1, '-')])
   line.stop()
   assert terminal.close() == ['']
   assert to_a_file.getvalue() == 'an error\n'
-
-
-@pytest.mark.process
-def test_in_the_background_nothing_is_drawn(terminal):
-  program = """
-import fcntl, os, signal, sys, termios, time
-from jaxline.metrics import live
-fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-if not (shell := os.fork()):
-  signal.pause()
-os.setpgid(shell, shell)
-def give_to(group, text):
-  os.tcsetpgrp(1, group)
-  os.write(1, text)
-  time.sleep(0.6)  # Longer than two refreshes.
-give_to(shell, b'$ python train.py &\\n')
-line = live.LiveLine(lambda width: 'drawn')
-give_to(shell, b'$ typed')
-print(' by the user')
-give_to(os.getpgrp(), b'$ fg\\n')
-print('printed')
-give_to(shell, b'^Z\\x1b[J\\n$ typed')
-print(' again', end='')
-line.stop()
-os.kill(shell, signal.SIGKILL)
-os.wait()
-print()
-"""
-  assert terminal.run(['-c', program]).wait(60) == 0, terminal.text
-  shown = terminal.close()
-  background, front = terminal.text.split('$ fg')
-  front, later = front.split('^Z\x1b[J')
-  assert 'drawn' in front
-  assert '\x1b' not in background + later
-  assert shown == [
-    '$ python train.py &', '$ typed by the user', '$ fg', 'printed', '^Z',
-    '$ typed again', '',
-  ]  # fmt: skip
-
-
-# --- The start block and the summary. ---
 
 
 def test_the_start_block_of_a_sharded_run(capsys):
@@ -463,60 +398,62 @@ def test_the_start_block_of_a_sharded_run(capsys):
   ]
 
 
-RECORDED = 'python x.py --jaxline_run=DIR'
-OWN = 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR'
-SAME = 'the same command with --config.checkpoint_dir=DIR'
-MORE = ' --config.training_steps=12 --config.on_config_change=continue'
-EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
-FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
-MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
+FLAGS = 'python', 'x.py', '--exp=A'
+PARTS = {
+  'RUN': 'python x.py --jaxline_run=DIR',
+  'TRAIN': 'python x.py --jaxline_mode=train --jaxline_run=DIR',
+  'OWN': 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR',
+  'SAME': 'the same command with --config.checkpoint_dir=DIR',
+  'MORE': ' --config.training_steps=12 --config.on_config_change=continue',
+  'EVAL': ' --jaxline_mode=eval --config.one_off_evaluate',
+  'LOOK': "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)",
+}
 
 
 @pytest.mark.parametrize(
   ('command', 'how', 'expected'),
   [
-    (COMMAND, {}, [RECORDED, RECORDED + EVAL]),
+    (COMMAND, {}, ['{RUN}', '{RUN}{EVAL}']),
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
       {'is_over': True},
       [
-        'python x.py --jaxline_mode=train --jaxline_run=DIR' + MORE,
-        RECORDED + EVAL,
+        '{TRAIN}{MORE}',
+        '{RUN}{EVAL}',
       ],
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
       {'decode': print},
-      [RECORDED, RECORDED + ' --jaxline_mode=decode'],
+      ['{RUN}', '{RUN} --jaxline_mode=decode'],
     ),
     # The processes do not know the launcher's command.
-    (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
+    (
+      COMMAND,
+      {'processes': 2, 'is_over': True},
+      ['{SAME}{MORE}', '{SAME}{EVAL}'],
+    ),
     # Flags of the program make those of the config.
     (
-      (
-        'python',
-        'x.py',
-        '--exp=A',
-        '--config.training_steps',
-        '6',
-        '--config.a=1',
-      ),
+      (*FLAGS, '--config.training_steps', '6', '--config.a=1'),
       {'is_over': True},
-      [OWN + MORE, OWN + EVAL],
+      ['{OWN}{MORE}', '{OWN}{EVAL}'],
     ),
     (
-      ('python', 'x.py', '--exp=A'),
-      {'is_over': True, 'processes': 2},
-      [SAME + MORE, SAME + EVAL],
+      (),
+      {'is_over': True},
+      [
+        "jaxline.fit(..., overrides={{'checkpoint_dir': 'DIR',"
+        " 'training_steps': 12, 'on_config_change': 'continue'}})",
+        '{LOOK}',
+      ],
     ),
-    ((), {'is_over': True}, [FIT + MORE_FIT, LOOK]),
     # The experiment has decided that it is over.
-    ((), {'is_over': True, 'training_steps': None}, [None, LOOK]),
-    ((), {'is_over': True, 'stopped': 'enough'}, [None, LOOK]),
+    ((), {'is_over': True, 'training_steps': None}, ['', '{LOOK}']),
+    ((), {'is_over': True, 'stopped': 'enough'}, ['', '{LOOK}']),
     # Without a checkpoint there is nothing to go on from.
-    (COMMAND, {'saved': None}, [None, None]),
+    (COMMAND, {'saved': None}, ['', '']),
   ],
 )
 def test_the_next_commands(
@@ -535,9 +472,21 @@ def test_the_next_commands(
   out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
   name = 'Decode' if 'decode' in how else 'Evaluate'
   labels = ('Continue:', f'{name}:'.ljust(9))
-  shown = [f'{k} {x}' for k, x in zip(labels, expected, strict=True) if x]
+  texts = (x.format(**PARTS) for x in expected)
+  shown = [f'{k} {x}' for k, x in zip(labels, texts, strict=True) if x]
   shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
+
+
+def test_the_block_says_where_the_run_starts(capsys):
+  for step, saved, expected in (
+    (0, None, 'step 0 of 6000, a fresh run'),
+    (4, 4, 'step 4 of 6000, resumed'),
+    (6000, 6000, 'step 6000 of 6000, resumed, nothing left to train'),
+  ):
+    begun(step=step, saved=saved)
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == f'Start:         {expected}'
 
 
 def test_the_summary_says_what_the_run_came_to(capsys):
@@ -563,30 +512,14 @@ def test_the_summary_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out == ''
 
 
-# --- Whole runs. ---
-
-
-def arguments(run_dir, *args, mode='train'):
-  return [
-    f'--config={CONFIG}',
-    f'--config.checkpoint_dir={run_dir}',
-    f'--jaxline_mode={mode}',
-    *args,
-  ]
-
-
-def run(*args, **kwargs):
-  return processes.run(TOY, 'sharded', 'direct', *arguments(*args, **kwargs))
-
-
 @pytest.mark.process
 def test_a_run_in_a_pipe(tmp_path):
-  result = run(
-    tmp_path,
-    '--config.training_steps=4',
+  where = f'--config={CONFIG}', f'--config.checkpoint_dir={tmp_path}'
+  result = processes.run(
+    *(TOY, 'sharded', 'direct', *where, '--jaxline_mode=train_and_eval'),
+    '--config.training_steps=5',
     '--config.log_tensors_interval=2',
     '--config.eval_interval=300',  # The file has 2.
-    mode='train_and_eval',
   )
   assert result.returncode == 0, result.stderr
   (warning,) = result.stderr.splitlines()  # Of the toy's input.
@@ -594,75 +527,18 @@ def test_a_run_in_a_pipe(tmp_path):
   out = result.stdout.splitlines()
   first = out.index('Compiling the train step...')
   config = ' '.join(line.strip() for line in out[1:first])
-  assert 'training_steps=4' in config
+  assert 'training_steps=5' in config
   assert f'Run directory: {tmp_path}' in config
   # The numbers of these lines have tests of their own above.
   starts = [
-    'Compiled in ', 'step 2 of 4 ', 'step 4 of 4 ', 'eval step 4 | loss ',
-    'New best loss: ', 'Trained to step 4 of 4 ', 'Best loss: ', 'Last loss: ',
-    'Time: ',
+    'Compiled in ', 'step 2 of 5 ', 'step 4 of 5 ',
+    'step 5 of 5 (100%) | loss ',  # The last one, though no interval ends.
+    'eval step 5 | loss ', 'New best loss: ', 'Trained to step 5 of 5 ',
+    'Best loss: ', 'Last loss: ', 'Time: ',
   ]  # fmt: skip
   for start, line in zip(starts, out[first + 1 :], strict=False):
     assert line.startswith(start)
   commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', result.stdout, re.M))
-  where = f' --jaxline_run={tmp_path}'
-  assert commands['Evaluate'].endswith(where + EVAL)
-  assert commands['Continue'].endswith(where + MORE.replace('12', '8'))
-  # And so it goes on.
-  again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
-  first, second = again.stdout.split('Start:         step 4 of 5, resumed\n')
-  assert 'Restoring the newest checkpoint...' in first
-  # It prints the last step, although no interval ends there.
-  assert re.search(r'^step 5 of 5 \(100%\) \| loss ', second, re.MULTILINE)
-  assert 'training loop starting...' in again.stderr
-
-
-DEBUGGED = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-from absl import logging
-import toy
-from jaxline import platform
-class Mine(toy.Sharded):
-  def step(self, *, global_step, rng, writer):
-    if global_step == 30:
-      breakpoint()
-    if global_step == 60:
-      raise ValueError('the end')
-    if global_step % 10 == 9:
-      print('print of step', global_step)
-      logging.warning('warning of step %d', global_step)
-    return super().step(global_step=global_step, rng=rng, writer=writer)
-platform.main(Mine, sys.argv[1:])
-"""
-
-
-@pytest.mark.process
-def test_a_run_on_a_terminal_in_a_debugger_that_fails(tmp_path, terminal):
-  slow = '--config.experiment_kwargs.config.step_secs=0.03'
-  args = arguments(tmp_path, slow, '--config.training_steps=99')
-  process = terminal.run(
-    ['-c', DEBUGGED, *args], stdin=subprocess.PIPE, text=True
-  )
-  try:
-    terminal.wait_for(r'\(Pdb\) ', 60)
-    shown = screen(terminal.text)
-    at = shown.index('(Pdb)')
-    assert 'step(' in shown[at - 1] or '->' in shown[at - 1]
-    time.sleep(DRAWN_SECS)
-    assert screen(terminal.text) == shown  # The live line is hidden.
-    process.stdin.write('p "step", global_step\nc\n')
-    process.stdin.close()
-    terminal.wait_for(r"\('step', 30\)[^$]*step [45]\d of 99")  # It is back.
-    assert process.wait(60) == 1, terminal.text
-  finally:
-    process.kill()
-  shown = '\n'.join(terminal.close()).strip()
-  # Whole lines, in order, and nothing left of what was drawn.
-  lines = re.findall(r'^(?:print|W.*\] warning) of step (\d+)$', shown, re.M)
-  assert lines == [str(step) for step in range(9, 60, 10) for _ in 'pw']
-  # The error comes after the summary.
-  before, after = shown.split('Failed at step 60 of 99 (61%) in ')
-  assert 'Traceback' not in before
-  assert 'Results: ' in after
-  assert after.splitlines()[-1].endswith('the end')
+  more, where = PARTS['MORE'].replace('12', '10'), f' --jaxline_run={tmp_path}'
+  assert commands['Evaluate'].endswith(where + PARTS['EVAL'])
+  assert commands['Continue'].endswith(where + more)
