@@ -194,29 +194,32 @@ def _decode(directory: Any, tag: str) -> list[np.ndarray]:
   return images
 
 
-def test_tensorboard_images_are_pixel_exact(tmp_path):
+def test_tensorboard_images_are_pixel_exact_and_texts_verbatim(tmp_path):
   grey = np.arange(6, dtype=np.uint8).reshape(2, 3) * 50
   rgb = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14
   rgba = np.arange(5 * 2 * 3 * 4, dtype=np.uint8).reshape(5, 2, 3, 4) * 2
   images = {
-    'grey': (grey, grey[None]),
     'rgb': (rgb, rgb[None]),
     'rgba': (jnp.asarray(rgba), rgba),
     'column': (grey[:, :, None], grey[None]),
     # 0.2 * 255 = 51 exactly; 0.5 * 255 = 127.5 rounds to even, 128.
     'float': (jnp.array([[0.0, 0.2, 0.5, 1.0]]), [[[0, 51, 128, 255]]]),
-    'rounding': (np.array([[-0.004, 1.004]]), [[[0, 255]]]),
     'bool': (np.array([[True, False]]), [[[255, 0]]]),
-    'range': (np.array([[-3.0, 0.2, 200.0, np.nan]]), [[[0, 51, 255, 0]]]),
+    'range': (np.array([[-3.0, 1.004, 200.0, np.nan]]), [[[0, 255, 255, 0]]]),
   }
+  text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
   with _tensorboard(tmp_path) as writer:
     writer.write_images(9, {name: image for name, (image, _) in images.items()})
+    writer.write_texts(2, {'sample': text})
   accumulator = _load(tmp_path)
   assert accumulator.Tensors('rgba')[0].step == 9
-  metadata = accumulator.SummaryMetadata('rgba')
-  assert metadata.plugin_data.plugin_name == 'images'
+  for name, plugin in ('rgba', 'images'), ('sample', 'text'):
+    data = accumulator.SummaryMetadata(name).plugin_data
+    assert data.plugin_name == plugin
   for name, (_, expected) in images.items():
     np.testing.assert_array_equal(_decode(tmp_path, name), expected)
+  block = _tensor(tmp_path, 'sample').item().decode('utf-8')
+  assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
 
 
 def test_images_that_cannot_be_shown_are_refused_where_they_are_written():
@@ -226,16 +229,6 @@ def test_images_that_cannot_be_shown_are_refused_where_they_are_written():
     for image in (*bad, np.zeros((8, 8), np.int32)):
       with pytest.raises(ValueError, match=r'"x".*(shape|int32)'):
         writer.write_images(0, {'x': image})
-
-
-def test_tensorboard_texts_are_shown_verbatim(tmp_path):
-  text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
-  with _tensorboard(tmp_path) as writer:
-    writer.write_texts(2, {'sample': text})
-  block = _tensor(tmp_path, 'sample').item().decode('utf-8')
-  assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
-  metadata = _load(tmp_path).SummaryMetadata('sample')
-  assert metadata.plugin_data.plugin_name == 'text'
 
 
 def _jsonl(directory: pathlib.Path) -> writers.Backend:
