@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -98,6 +96,17 @@ def test_the_default_folder(files, tmp_path, monkeypatch):
     text.load_corpus(files)
     assert len(names_in(tmp_path / folder)) == 1
     assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700  # One user's.
+  # One that cannot be written.
+  (tmp_path / 'file').touch()
+  folder = tmp_path / 'file' / 'cache'
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  with pytest.raises(errors.UsageError, match='cache_dir'):
+    text.load_corpus(files, cache_dir=folder)
+  monkeypatch.setenv('XDG_CACHE_HOME', str(folder))
+  text.load_corpus(files)
+  (found,) = tmp_path.glob('jaxline-*')
+  assert len(names_in(found)) == 1
+  assert found.stat().st_mode & 0o777 == 0o700
 
 
 def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
@@ -107,28 +116,22 @@ def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
   def load(where=files, **kwargs):
     return text.load_corpus(where, cache_dir=cache, **kwargs)
 
-  def change():  # The size and the time of modification stay.
-    path = files / '3.txt'
-    stat = path.stat()
-    path.write_bytes(path.read_bytes()[::-1])
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
   first = load()
   load(eval_fraction=0.5)
   load(documents='line')
   load(tokenizer=Other())
-  change()
+  path = files / '3.txt'
+  stat = path.stat()
+  path.write_bytes(path.read_bytes()[::-1])
+  # The size and the time of modification stay.
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
   assert load().train.sha256 != first.train.sha256
   (files / '9.txt').rename(files / 'a.txt')
   load()
   # What looks binary is left out, unless a glob names the file.
   (files / 'b.png').write_bytes(b'\0' + b'text' * 50)
-  assert {*load().train.names, *load().eval.names} == {
-    *(f'{i}.txt' for i in range(9)),
-    'a.txt',
-  }
-  glob = load(f'{files}/*')
-  assert len(glob.train.names) + len(glob.eval.names) == 11
+  count = lambda corpus: len(corpus.train.names) + len(corpus.eval.names)
+  assert (count(load()), count(load(f'{files}/*'))) == (10, 11)
   # Two folders with the same names and sizes have tokens each, of one identity.
   other = files.with_name('elsewhere')
   shutil.copytree(files, other)
@@ -159,64 +162,31 @@ LOAD = (
 )
 
 
-@pytest.fixture
-def start(files, cache, tmp_path, monkeypatch):
-  """Starts processes that tokenize one file of twenty parts."""
-  notes = tmp_path / 'notes'
-  notes.touch()
-  (files / 'large').write_text('word\n' * (2**18))
-  monkeypatch.setenv('NOTES', str(notes))
-  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
-  command = [sys.executable, '-c', LOAD, str(files), str(cache)]
-  running = []
-
-  def start():
-    running.append(subprocess.Popen(command, cwd=processes.ROOT))
-    return running[-1], notes
-
-  yield start
-  for process in running:
-    process.kill()
-    process.wait()
-
-
 @pytest.mark.process
 def test_one_process_makes_the_tokens_and_a_kill_loses_one_part(
-  start, files, cache
+  files, cache, tmp_path, monkeypatch
 ):
-  process, notes = start()
-  while len(notes.read_text().splitlines()) < 4:
-    assert process.poll() is None
-    time.sleep(0.01)
-  process.kill()
-  process.wait()
+  (files / 'large').write_text('word\n' * (2**18))  # Twenty parts.
+  monkeypatch.setenv('NOTES', str(notes := tmp_path / 'notes'))
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
+  lines = lambda: notes.read_text().splitlines() if notes.exists() else []
+  start = lambda: processes.started('-c', LOAD, files, cache)
+  with start():
+    processes.wait_until(lambda: len(lines()) >= 4)
   (parts,) = cache.glob('*.parts')
   made = len([*parts.glob('[0-9]*.npz')])
-  before = len(notes.read_text().splitlines())
+  before = len(lines())
   assert 3 <= made >= before - 1
-  others = [start()[0] for _ in range(3)]
-  assert [other.wait(120) for other in others] == [0] * 3
-  lines = notes.read_text().splitlines()[before:]
-  assert len({line.split()[0] for line in lines}) == 1
+  with start() as a, start() as b, start() as c:
+    assert [other.wait(120) for other in (a, b, c)] == [0] * 3
+  later = lines()[before:]
+  assert len({line.split()[0] for line in later}) == 1
   assert len(names_in(cache)) == 1
   corpus = load_small_parts(files, cache)
-  assert notes.read_text().splitlines()[before:] == lines
+  assert lines()[before:] == later
   notes.write_text('')
   assert_same(load_small_parts(files, cache / 'other'), corpus)
-  assert len(lines) + made == len(notes.read_text().splitlines())
-
-
-def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch):
-  (tmp_path / 'file').touch()
-  folder = tmp_path / 'file' / 'cache'
-  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
-  with pytest.raises(errors.UsageError, match='cache_dir'):
-    text.load_corpus(files, cache_dir=folder)
-  monkeypatch.setenv('XDG_CACHE_HOME', str(folder))
-  text.load_corpus(files)
-  (found,) = tmp_path.glob('jaxline-*')
-  assert len(names_in(found)) == 1
-  assert found.stat().st_mode & 0o777 == 0o700
+  assert len(later) + made == len(lines())
 
 
 @pytest.mark.parametrize('kind', ['file', 'line', 'jsonl', 'split:{'])
