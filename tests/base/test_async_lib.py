@@ -2,7 +2,6 @@
 
 from concurrent import futures
 import functools
-import re
 import threading
 import traceback
 
@@ -83,14 +82,6 @@ def test_make_async_raises_an_error_at_each_later_call():
   assert runs == [0]
 
 
-def test_wait_raises_the_error_of_any_call():
-  executor = async_lib.SerialExecutor()
-  executor.submit(_fail, SystemExit)
-  for use in (executor.wait, executor.raise_error, executor.wait):
-    with pytest.raises(SystemExit, match='bad'):
-      use()
-
-
 def test_a_call_of_its_own_thread_waits_its_turn_and_its_wait_ends():
   executor, order = async_lib.SerialExecutor(), []
 
@@ -107,38 +98,6 @@ def test_a_call_of_its_own_thread_waits_its_turn_and_its_wait_ends():
   wait = executor.submit(executor.wait, lambda: order.append('within'))
   wait.result(TIMEOUT)
   assert order[-1] == 'within'
-
-
-_FULL_DISKS = """
-import errno
-import threading
-from jaxline.base import async_lib, disk
-
-def fail(name, code):
-  def call():
-    raise disk.FullDiskError(code, 'No space', name)
-
-  executor = async_lib.SerialExecutor(name)
-  executor.put(call)
-  executor.put((done := threading.Event()).set)
-  assert done.wait(10)
-  return executor
-
-fail('beside', errno.ENOSPC)
-fail('quota', errno.EDQUOT)
-try:
-  fail('raised', errno.ENOSPC).raise_error()
-except disk.FullDiskError:
-  pass
-fail('later', errno.ENOSPC)  # Such as of another run in this process.
-"""
-
-
-def test_the_end_of_the_process_tells_each_cause_once_in_one_line():
-  done = processes.run('-c', _FULL_DISKS)
-  told = re.findall(r'thread (\w+): No space', done.stderr)
-  assert sorted(told) == ['later', 'quota']
-  assert 'Traceback' not in done.stderr
 
 
 _PROGRAM = """

@@ -28,18 +28,12 @@ def test_a_topology_has_its_chips():
       chips.parse_topology(wrong)
 
 
-def test_the_published_numbers():
-  # FLOP/s, bytes/s: what the makers' pages say, read once more.
-  v4, v5e, v5p, v6e = map(chip_of, ('TPU v4', 'TPU v5e', 'TPU v5p', 'TPU v6e'))
-  peaks = [c.peak_flops / 1e12 for c in (v4, v5e, v5p, v6e)]
-  assert peaks == [275, 197, 459, 918]
-  # Both ways, as on their pages.
-  links = [2 * c.ici_bandwidth / 1e9 for c in (v4, v5e, v5p, v6e)]
-  assert links == [600, 400, 1200, 800]
-  # What is left of 32, 16, 95 (96) and 32 GiB.
-  for chip, gib in ((v4, 32), (v5e, 16), (v5p, 96), (v6e, 32)):
-    assert 0.95 * gib < chip.hbm_bytes / 2**30 < gib
-  assert 2 * chip_of('NVIDIA H100 80GB HBM3').ici_bandwidth == 900e9
+def test_rates_are_one_way_and_memory_is_what_a_program_may_use():
+  v4, h100 = map(chip_of, ('TPU v4', 'NVIDIA H100 80GB HBM3'))
+  # Half of the makers' numbers, which are of both ways.
+  assert 2 * v4.ici_bandwidth == 600e9
+  assert 2 * h100.ici_bandwidth == 900e9
+  assert 0.95 * 32 < v4.hbm_bytes / 2**30 < 32
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import functools
 import logging
 
 import jax
-from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import pytest
 
@@ -55,22 +54,6 @@ def convolution(x, kernel, strides=(1, 1), padding='VALID', groups=1):
     dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
     feature_group_count=groups,
   )
-
-
-def kernel_with_a_grid(x, w):
-  def kernel(x_ref, w_ref, out_ref):
-    out_ref[...] = x_ref[...] @ w_ref[...]
-
-  return pl.pallas_call(
-    kernel,
-    grid=(B // 4, F // 8),
-    in_specs=[
-      pl.BlockSpec((4, D), lambda i, j: (i, 0)),
-      pl.BlockSpec((D, 8), lambda i, j: (0, j)),
-    ],
-    out_specs=pl.BlockSpec((4, 8), lambda i, j: (i, j)),
-    out_shape=shape(B, F),
-  )(x, w)
 
 
 def over_devices(x, w):
@@ -124,7 +107,6 @@ def over_devices(x, w):
       3 * ONE_LAYER,
     ),
     (over_devices, ONE, ONE_LAYER),
-    (kernel_with_a_grid, ONE, ONE_LAYER),
   ],
 )
 def test_products_count(program, args, flops):

@@ -19,8 +19,6 @@ from jaxline import platform  # noqa: F401  It defines the flags.
 from jaxline.base import debug
 from tests import processes
 
-P = jax.sharding.PartitionSpec
-
 
 @pytest.fixture
 def jit_off(monkeypatch):
@@ -154,28 +152,16 @@ _jit_step = jax.jit(_step, donate_argnums=0)
 _pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
 
 
-def _sharded_step():
-  mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  on = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))
-  return jax.jit(_step, in_shardings=(on(), on('data')), out_shardings=on())
-
-
 # Compiled before, inside, and for two devices, whose parts are seen together.
 # Compiled before, in a thread; and for two devices, whose parts are seen
 # together.
-@pytest.mark.parametrize('is_sharded', [False, True])
-def test_op_by_op_in_jit(jit_off, is_sharded):
+def test_op_by_op_in_jit_and_in_a_thread(jit_off):
   _seen.clear()
-  got = []
-
-  def step():
-    fn = _sharded_step() if is_sharded else _jit_step
-    got.append(fn(np.float32([1.0, -2.0]), np.float32([3.0, 4.0])))
+  got, arguments = [], (np.float32([1.0, -2.0]), np.float32([3.0, 4.0]))
 
   @debug.disable_pmap_jit
   def run():
+    step = lambda: got.append(_jit_step(*arguments))  # Jitted before.
     thread = threading.Thread(target=step)
     thread.start()
     thread.join()
@@ -229,38 +215,3 @@ def test_op_by_op_ends_with_the_last_function(jit_off):
   assert during[0] is True
   assert set(during[1:]).isdisjoint(before)
   assert look() == before
-
-
-@jax.custom_vjp
-def _double(x):
-  return 2.0 * x
-
-
-_double.defvjp(lambda x: (2.0 * x, None), lambda _, g: (2.0 * g,))
-
-
-def test_control_flow_runs_in_python(jit_off):
-  seen = []
-
-  def body(carry, x):
-    seen.append(carry.item())
-    carry = jax.lax.cond(carry > 1.0, lambda c: c, _double, carry + x)
-    return carry, carry
-
-  def loss(x):
-    layer = jax.checkpoint(lambda c: jax.lax.scan(body, c, jnp.ones(3))[0])
-    y = jax.nn.relu(jax.jit(layer)(x))
-    return jax.lax.while_loop(lambda y: y < 9.0, lambda y: y + 4.0, y)
-
-  def by_hand(x):
-    for _ in range(3):
-      x = x + 1.0 if x > 1.0 else 2.0 * (x + 1.0)
-    while x < 9.0:
-      x += 4.0
-    return x
-
-  run = debug.disable_pmap_jit(jax.jit(loss))
-  np.testing.assert_array_equal(
-    [run(jnp.float32(x)) for x in (0, 2)], [by_hand(0.0), by_hand(2.0)]
-  )
-  assert seen == [0.0, 2.0, 3.0, 2.0, 3.0, 4.0]

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from jaxline import api
-from jaxline import train
 from jaxline.base import debug
 from jaxline.base import goodput
-from jaxline.compat import checkpointers
 from tests.experiments import regression
 
 
@@ -83,15 +81,10 @@ def test_other_threads_and_inner_runs_measure_nothing(clock):
   assert since() == {'start': 8, 'steps': 3}
 
 
-def config_of(directory, **kwargs):
-  config = regression.get_config(6)
-  values = {'checkpoint_dir': str(directory), 'save_checkpoint_interval': 3}
-  config.update(values | kwargs)
-  return config
-
-
 def test_the_time_of_a_run_adds_up(tmp_path):
-  config = config_of(tmp_path, eval_interval=3)
+  config = regression.get_config(6)
+  config.update(checkpoint_dir=str(tmp_path), save_checkpoint_interval=3)
+  config.eval_interval = 3
   since, began = since_now(), time.monotonic()
   api.fit(regression.Regression, config)
   wall = time.monotonic() - began
@@ -107,24 +100,3 @@ def test_the_time_of_a_run_adds_up(tmp_path):
   since = since_now()
   api.fit(regression.Regression, config)
   assert 'restore' in since()
-
-
-def test_what_a_save_takes_is_no_step(clock, tmp_path):
-  class Slow(checkpointers.InMemoryCheckpointer):
-    def save(self, series):
-      clock.now += 4 if series == 'latest' else 16
-      super().save(series)
-
-    def wait_for_checkpointing_to_finish(self):
-      clock.now += 64
-
-  config = config_of(tmp_path, best_model_eval_metric='loss', eval_interval=-1)
-  checkpointer = Slow(config, 'train_and_eval')
-  since = since_now()
-  with goodput.run():
-    train.Run(regression.Regression, config, checkpointer).train_and_eval()
-  # After the steps 3 and 6; the best; and at the end, of both experiments.
-  took = since()
-  assert took['checkpoints'] == 2 * 4 + 16 + 2 * 64
-  # Waits for batches are real, and by another clock.
-  assert sum(took.values()) == pytest.approx(took['checkpoints'])

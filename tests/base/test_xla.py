@@ -2,13 +2,13 @@
 
 import os
 
+import jax
 from ml_collections import config_dict
 import pytest
 
 from jaxline import base_config
 from jaxline import errors
 from jaxline.base import xla
-from tests import processes
 
 DEFAULTS = base_config.get_base_config().xla.to_dict()
 SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
@@ -100,32 +100,16 @@ def test_what_the_shell_gives_stays_and_nothing_changes_later(
     apply(has_started=True, flags={'xla_cpu_ftz': True})
 
 
-@pytest.mark.process
-def test_flags_and_pgle_reach_jax():
-  """That JAX measures shows in its warning: on a CPU it finds no durations."""
-  keys = options(
-    pgle_profiling_runs=2,
-    pgle_aggregation_percentile=85,
-    flags={'xla_force_host_platform_device_count': 3},
-  )
-  done = processes.run(
-    '-Walways',
-    '-c',
-    f"""
-import jax
-from jaxline.base import xla
-from jaxline.parallel import distributed
-for has_started in (False, True):
-  assert distributed.has_started() == has_started
-  lines = xla.apply({keys}, has_started=has_started)
-  assert lines[-1] == 'JAX: jax_pgle_aggregation_percentile=85'
-  assert jax.device_count() == 3
-for _ in range(4):
-  jax.jit(jax.numpy.tanh)(1.0)
-print(jax.config.values['jax_pgle_aggregation_percentile'])
-""",
-    JAX_PLATFORMS='cpu',
-    XLA_FLAGS='',
-  )
-  assert (done.returncode, done.stdout) == (0, '85\n'), done.stderr
-  assert done.stderr.count('RuntimeWarning: PGLE') == 2
+def test_automatic_pgle_is_set_in_jax(monkeypatch, apply):
+  changed = {}
+  monkeypatch.setattr(xla.jax.config, 'update', changed.__setitem__)
+  lines = apply(pgle_profiling_runs=2, pgle_aggregation_percentile=85)
+  assert lines[0] == f'XLA_FLAGS: --{SCHEDULER}=true'
+  assert lines[1:] == [f'JAX: {name}={x}' for name, x in changed.items()]
+  assert changed == {
+    'jax_enable_pgle': True,
+    'jax_pgle_profiling_runs': 2,
+    'jax_remove_custom_partitioning_ptr_from_cache_key': True,
+    'jax_pgle_aggregation_percentile': 85,
+  }
+  assert changed.keys() <= jax.config.values.keys()
