@@ -418,10 +418,7 @@ PARTS = {
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
       {'is_over': True},
-      [
-        '{TRAIN}{MORE}',
-        '{RUN}{EVAL}',
-      ],
+      ['{TRAIN}{MORE}', '{RUN}{EVAL}'],
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
@@ -534,7 +531,7 @@ def test_a_run_in_a_pipe(tmp_path):
     'Compiled in ', 'step 2 of 5 ', 'step 4 of 5 ',
     'step 5 of 5 (100%) | loss ',  # The last one, though no interval ends.
     'eval step 5 | loss ', 'New best loss: ', 'Trained to step 5 of 5 ',
-    'Best loss: ', 'Last loss: ', 'Time: ',
+    'Best loss: ', 'Last loss: ', 'Time: '
   ]  # fmt: skip
   for start, line in zip(starts, out[first + 1 :], strict=False):
     assert line.startswith(start)

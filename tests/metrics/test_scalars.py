@@ -8,12 +8,7 @@ import pytest
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values
 
-GIVEN = {
-  'loss': 1 / 3,
-  'nan': float('nan'),
-  'tiny': 1e-45,
-  'zero': -0.0,
-}
+GIVEN = {'loss': 1 / 3, 'nan': float('nan'), 'tiny': 1e-45, 'zero': -0.0}
 COUNTS = {'count': 2**31 - 1, 'minus': -1}
 
 

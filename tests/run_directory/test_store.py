@@ -43,7 +43,7 @@ def test_values(store):
   assert store.names() == store.names('b') == []
   values = {
     'a': b'1', 'b/c': b'', 'b/d.json': bytes(range(256)), 'b/e/f': b'x' * 70000,
-    'b-': b'2', 'b0': b'3', 'bb/c': b'4',
+    'b-': b'2', 'b0': b'3', 'bb/c': b'4'
   }  # fmt: skip
   for key in values:
     assert store.read(key) is None
@@ -167,7 +167,7 @@ def test_a_value_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
   partial = 'a/b/.c.0.partial'
   assert happened == [
     ('sync', '.'), ('sync', 'a'),  # The names of new directories.
-    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b'),
+    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b')
   ]  # fmt: skip
 
 

@@ -324,7 +324,7 @@ def test_a_verdict_over_seeds(make_side, capsys):
     ([1, 2, 3], [-5, -6, -7], 'x', 'worse', '-8 ± 2.3, confidence 99.9%', 1),
     ([1, 2], [3, 2], 'x', 'not dist', '+1 ± 3, confidence 70.7%', 1),
     ([1, 1], [1, 1], 'x', 'not dist', '+0 ± 0, confidence 0.0%', 1),
-    ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0),
+    ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0)
   )):  # fmt: skip
     sides = make_side(f'a{i}', base), make_side(f'b{i}', values)
     argv = ['--metrics=eval/loss'] if metric == 'loss' else []
@@ -341,7 +341,7 @@ def test_no_verdict_without_seeds_that_have_ended(make_side, capsys):
     ([1], {}),
     ([1, 'NaN'], {}),
     ([1, 2], {'ended': None}),
-    ([1, 2], {'random_seed': 1}),
+    ([1, 2], {'random_seed': 1})
   )):  # fmt: skip
     side = make_side(f'b{i}', values, **config)
     assert cli.main(['compare', '--seeds', base, side]) == 2
