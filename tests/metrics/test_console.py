@@ -4,20 +4,13 @@
 sees.
 """
 
-import contextlib
-import fcntl
 import functools
 import io
 import logging as std_logging
 import math
 import os
-import pathlib
-import pty
 import re
-import struct
 import sys
-import termios
-import threading
 import time
 import types
 from unittest import mock
@@ -29,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxline
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
@@ -55,7 +47,7 @@ def screen(data):
     if part == '\x1b[J':
       rows[row:] = [rows[row][:column]]
     elif part == '\n':
-      row += 1
+      row, column = row + 1, 0
     elif part == '\r':
       column = 0
     else:
@@ -66,40 +58,20 @@ def screen(data):
   return [line.rstrip() for line in rows]
 
 
-class Terminal:
-  """A pseudo-terminal: `file` writes to it, `text` is what was written."""
+class Terminal(io.StringIO):
+  """A terminal in memory, which has no group of processes."""
 
-  def __init__(self):
-    self._controller, terminal = pty.openpty()
-    self.file = os.fdopen(terminal, 'w', encoding='utf-8')
-    self.resize(80)
-    self._data = b''
-    self._reader = threading.Thread(target=self._read)
-    self._reader.start()
+  columns = 80
 
-  def resize(self, columns):
-    size = struct.pack('HHHH', 40, columns, 0, 0)
-    fcntl.ioctl(self.file.fileno(), termios.TIOCSWINSZ, size)
+  def isatty(self):
+    return True
 
-  def _read(self):
-    with contextlib.suppress(OSError):  # Nobody has it open any more.
-      while data := os.read(self._controller, 65536):
-        self._data += data
-
-  @property
-  def text(self):
-    return self._data.decode(errors='replace')
+  def fileno(self):
+    return 99
 
   def wait_for(self, shown):
     """Waits until it shows some lines."""
-    processes.wait_until(lambda: screen(self.text) == shown, 20)
-
-  def close(self):
-    """Closes it, and returns what it shows."""
-    self.file.close()
-    self._reader.join(60)
-    os.close(self._controller)
-    return screen(self.text)
+    processes.wait_until(lambda: screen(self.getvalue()) == shown, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +80,11 @@ def no_columns(monkeypatch):
 
 
 @pytest.fixture
-def terminal():
+def terminal(monkeypatch):
   made = Terminal()
-  yield made
-  if not made.file.closed:
-    made.close()
+  size = lambda fd: os.terminal_size((made.columns, 40))
+  monkeypatch.setattr(os, 'get_terminal_size', size)
+  return made
 
 
 make_config = functools.partial(toys.make_config, 6000)
@@ -252,7 +224,7 @@ def test_the_mode(terminal, monkeypatch):
     ('off', 'xterm', 'off'),
   ):
     monkeypatch.setenv('TERM', term)
-    monkeypatch.setattr(sys, 'stdout', terminal.file if term else None)
+    monkeypatch.setattr(sys, 'stdout', terminal if term else None)
     made = console_lib.Console.make(make_config(console=asked))
     assert made.mode == mode, (asked, term)
 
@@ -284,24 +256,6 @@ def test_what_stdout_cannot_take_ends_no_run(monkeypatch):
       console_lib.Console('plain').print('x\n' * 100_000)
 
 
-def test_the_log_is_quiet_about_the_libraries(monkeypatch):
-  library = pathlib.Path(jax.__file__).parent / '_src' / 'xla_bridge.py'
-  own = pathlib.Path(jaxline.__file__).parent
-  records = {
-    std_logging.LogRecord('x', level, str(path), 1, 'text', (), None): is_shown
-    for path, level, is_shown in (
-      (own / 'train.py', std_logging.INFO, False),
-      (own / 'metrics' / 'console.py', std_logging.INFO, True),
-      (library, std_logging.INFO, False),
-      (library, std_logging.ERROR, True),
-      (library.parents[2] / 'jaxlike' / 'x.py', std_logging.INFO, True),
-    )
-  }
-  assert {x: console_lib.is_shown(x) for x in records} == records
-  monkeypatch.setattr(logging, 'get_verbosity', lambda: logging.DEBUG)
-  assert all(map(console_lib.is_shown, records))
-
-
 @pytest.fixture
 def live(terminal, monkeypatch):
   """Starts a live line on a terminal, which sys.stdout and stderr go to."""
@@ -310,7 +264,7 @@ def live(terminal, monkeypatch):
   def start(draw=lambda width: 'drawn', **streams):
     # Not before: pytest sets both at the beginning of a test.
     for name in ('stdout', 'stderr'):
-      monkeypatch.setattr(sys, name, streams.get(name, terminal.file))
+      monkeypatch.setattr(sys, name, streams.get(name, terminal))
     made.append(live_lib.LiveLine(draw))
     terminal.wait_for([draw(79)])
     return made[0]
@@ -322,31 +276,27 @@ def live(terminal, monkeypatch):
 
 def test_what_is_printed_stands_above_the_live_line(live, terminal):
   logger = std_logging.getLogger('tests.console.named')
-  handler = std_logging.StreamHandler(terminal.file)
+  handler = std_logging.StreamHandler(terminal)
   logger.addHandler(handler)
-  write = terminal.file.write
+  write = terminal.write
   try:
     line = live()
     print('printed\nlines')
     logger.warning('warn')  # Shorter than what was drawn.
-    for text in ('half', ' a', ' line\n'):
+    for text in ('half', ' a', ' line\n', '\r10% of it', '\r20% of it'):
       sys.stdout.write(text)
-      sys.stderr.flush()
-    for percent in (10, 20):
-      sys.stderr.write(f'\r{percent}% of it')
-    sys.stderr.flush()
     shown = ['printed', 'lines', 'warn', 'half a line']
-    terminal.wait_for([*shown, '20% of it'])
     time.sleep(DRAWN_SECS)
-    assert screen(terminal.text)[4:] == ['20% of it']  # A progress bar.
+    # A progress bar is left alone.
+    assert screen(terminal.getvalue()) == [*shown, '20% of it']
     sys.stderr.write('\r100% of it\n')
     terminal.wait_for([*shown, '100% of it', 'drawn'])
     line.stop()
     print('after')
   finally:
     logger.removeHandler(handler)
-  assert terminal.file.write == write
-  assert terminal.close() == [*shown, '100% of it', 'after', '']
+  assert terminal.write == write
+  terminal.wait_for([*shown, '100% of it', 'after', ''])
 
 
 @pytest.mark.parametrize('has_debugger', [True, False])
@@ -358,7 +308,7 @@ def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
   monkeypatch.setattr(os, 'tcgetpgrp', lambda fd: group[0])
   names = {'__name__': 'pdb' if has_debugger else 'x', 'sleep': time.sleep}
   exec(f"print('(Pdb) ', end='', flush=1); sleep({DRAWN_SECS})", names)
-  shown = screen(terminal.text)
+  shown = screen(terminal.getvalue())
   group[0] = os.getpgrp()
   print('typed')
   assert shown == ['(Pdb)']
@@ -369,11 +319,10 @@ def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
   to_a_file = io.StringIO()
   line = live(lambda width: 'drawn'.ljust(width, '-'), stderr=to_a_file)
   print('an error', file=sys.stderr)  # It is no terminal: it is left alone.
-  for columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
-    terminal.resize(columns)
+  for terminal.columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
     terminal.wait_for(['drawn'.ljust(width - 1, '-')])
   line.stop()
-  assert terminal.close() == ['']
+  terminal.wait_for([''])
   assert to_a_file.getvalue() == 'an error\n'
 
 
@@ -386,16 +335,23 @@ def test_the_start_block_of_a_sharded_run(capsys):
   )
   experiment.data_summary = '690 documents'
   origin = console_lib.Origin((), 'configs/x.py', {'sharding': 'fsdp'})
-  console_lib.Console('plain', origin).begin(config, experiment)
-  assert capsys.readouterr().out.splitlines() == [
-    'Experiment:    tests.experiments.regression:Regression',
-    'Config:        configs/x.py, sharding=fsdp',
-    'Devices:       2 x cpu',
-    'Mesh:          data 2; sharding fsdp',
-    'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
-    'Data:          690 documents',
-    'Run directory: runs/a',
-  ]
+  for step, start in (
+    (0, 'step 0 of 6000, a fresh run'),
+    (4, 'step 4 of 6000, resumed'),
+    (6000, 'step 6000 of 6000, resumed, nothing left to train'),
+  ):
+    console, state = console_lib.Console('plain', origin), types.SimpleNamespace
+    console.begin(config, experiment, state(global_step=step))
+    assert capsys.readouterr().out.splitlines() == [
+      'Experiment:    tests.experiments.regression:Regression',
+      'Config:        configs/x.py, sharding=fsdp',
+      'Devices:       2 x cpu',
+      'Mesh:          data 2; sharding fsdp',
+      'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
+      'Data:          690 documents',
+      'Run directory: runs/a',
+      f'Start:         {start}',
+    ]
 
 
 STOP = preemption.Preempted(75, '')
@@ -473,17 +429,6 @@ def test_the_next_commands(
   shown = [f'{k} {x}' for k, x in zip(labels, texts, strict=True) if x]
   shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
-
-
-def test_the_block_says_where_the_run_starts(capsys):
-  for step, saved, expected in (
-    (0, None, 'step 0 of 6000, a fresh run'),
-    (4, 4, 'step 4 of 6000, resumed'),
-    (6000, 6000, 'step 6000 of 6000, resumed, nothing left to train'),
-  ):
-    begun(step=step, saved=saved)
-    *_, last = capsys.readouterr().out.splitlines()
-    assert last == f'Start:         {expected}'
 
 
 def test_the_summary_says_what_the_run_came_to(capsys):
