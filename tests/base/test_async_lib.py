@@ -208,23 +208,6 @@ def test_py_prefetch_ends_early(is_dropped, buffer_size):
   assert endless.closed.is_set()
 
 
-def test_py_prefetch_leaves_behind_an_iterable_that_blocks(monkeypatch):
-  monkeypatch.setattr(async_lib, '_JOIN_SECONDS', 0.05)
-  may_go = threading.Event()
-
-  def iterable():
-    yield 1
-    may_go.wait(TIMEOUT)
-
-  prefetched = async_lib.py_prefetch(iterable, thread_name='stuck')
-  next(prefetched)
-  prefetched.close()
-  [thread] = _threads('stuck')
-  may_go.set()
-  thread.join(TIMEOUT)
-  assert not thread.is_alive()
-
-
 _LEFT = """
 import itertools
 import sys

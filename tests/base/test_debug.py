@@ -93,27 +93,15 @@ def test_post_mortem_without_commands_lets_the_error_pass(monkeypatch):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize('is_main_thread', [True, False])
-def test_an_interrupt_is_for_the_debugger(is_main_thread):
-  program = f"""
-import threading
-from jaxline.base import debug
+def test_an_interrupt_is_for_the_debugger():
+  program = """
 from jaxline.supervision import preemption
 
 def fail():
   breakpoint()
 
-def fail_later():
-  debug.settings.post_mortem = True
-  debug.debugger_fallback(lambda: 1 // 0)()
-
 with preemption.Watch() as watch, watch.training():
-  if {is_main_thread}:
-    fail()
-  else:
-    thread = threading.Thread(target=fail_later)
-    thread.start()
-    thread.join()
+  fail()
   print('noted', watch.reached(1))
 """
   with processes.started('-c', program) as process:
@@ -127,7 +115,7 @@ with preemption.Watch() as watch, watch.training():
     done = processes.end(process, 'c\n')
   assert done.returncode == 0, done.stderr
   assert 'noted False' in done.stdout
-  assert done.stdout.count('--KeyboardInterrupt--') == 2 * is_main_thread
+  assert done.stdout.count('--KeyboardInterrupt--') == 2
 
 
 # What `_loss` saw: the value as Python sees it, and which way an `if` went.

@@ -57,16 +57,6 @@ def test_a_claim_without_locks_warns(tmp_path, monkeypatch, caplog):
     owner.Claim(tmp_path, 'train')
 
 
-def test_a_folder_of_another_user_is_not_in_use(tmp_path, monkeypatch):
-  def refuse(*args):
-    raise PermissionError(errno.EACCES, 'Permission denied')
-
-  owner.Claim(tmp_path, 'eval').release()  # Of a process that is gone.
-  monkeypatch.setattr(owner.os, 'open', refuse)
-  with pytest.raises(PermissionError):
-    owner.Claim(tmp_path, 'eval')
-
-
 @pytest.mark.filterwarnings('ignore:.*fork.*')
 def test_a_forked_child_has_no_part_in_it(tmp_path):
   claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'eval'))
