@@ -34,14 +34,3 @@ def test_rates_are_one_way_and_memory_is_what_a_program_may_use():
   assert 2 * v4.ici_bandwidth == 600e9
   assert 2 * h100.ici_bandwidth == 900e9
   assert 0.95 * 32 < v4.hbm_bytes / 2**30 < 32
-
-
-@pytest.mark.parametrize(
-  ('name', 'num_slices'), [('v4:2x2x2', 2), ('v5e:4x4', 1)]
-)
-def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
-  pytest.importorskip('libtpu')
-  chip, shape = chips.parse_topology(name)
-  devices = chips.topology_devices(name, num_slices)
-  assert len(devices) == num_slices * math.prod(shape)
-  assert chips.chip_of(devices[0]).name == chip.name

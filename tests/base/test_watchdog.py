@@ -90,23 +90,6 @@ threading.Thread(target=lambda: time.sleep(0.8)).start()
         'concurrent.futures.ThreadPoolExecutor().submit(for_ever)',
       )
     ),
-    # A forked process is not watched over by its parent's run.
-    (
-      """
-import os
-with watchdog.limit(0.3):
-  if not (child := os.fork()):
-    time.sleep(0.6)
-    with watchdog.limit(0.3): pass
-    time.sleep(0.6)
-    os._exit(0)
-  while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-    watchdog.report_progress()
-    time.sleep(0.01)
-sys.exit(os.waitstatus_to_exitcode(ended[1]))
-""",
-      0,
-    ),
   ],
 )
 def test_how_a_process_ends(code, expected):

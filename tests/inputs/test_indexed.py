@@ -12,7 +12,6 @@ import pytest
 
 from jaxline import inputs
 from jaxline.inputs import base
-from jaxline.inputs import indexed
 from tests import processes
 from tests.sources import ONE_EPOCH
 from tests.sources import Records
@@ -101,22 +100,20 @@ def test_an_error_names_the_record_and_loses_nothing(threads):
   source.close()
 
 
-@pytest.mark.parametrize('fields', [{}, ONE_EPOCH, {'num_threads': 1}])
+@pytest.mark.parametrize('fields', [ONE_EPOCH, {'num_threads': 1}])
 def test_a_reader_that_loses_or_doubles_rows_is_an_error(fields):
   class Wrong(Records):
-    number = 1
-
     def read(self, records, epochs):
       number = np.where(records == 6, self.number, 1)
       return base.Batch(x=np.repeat(records, number))
 
   source = Wrong(batch_size=4, **fields)
-  take(source, 1)
+  source.set_position(4)
   for source.number in 0, 2:
-    with pytest.raises(
-      ValueError, match=f'Wrong made {3 + source.number} rows of 4 records'
-    ) as caught:
+    with pytest.raises(ValueError) as caught:
       next(source)
+    said = f'Wrong made {3 + source.number} rows of 4 records'
+    assert said in str(caught.value)
     assert caught.value.__notes__[0] == 'While Wrong read file f1, row 1.'
   source.close()
 
@@ -169,18 +166,6 @@ def test_an_error_in_a_worker_comes_up_and_loses_nothing():
     take(source, 20)
   source.close()
   assert not multiprocessing.active_children()
-
-
-@pytest.mark.process
-def test_closing_does_not_wait_for_ever_for_a_worker(monkeypatch):
-  monkeypatch.setattr(indexed, '_MAX_CLOSE_SECS', 1)
-  source = Records(batch_size=4, fail='stall', num_workers=1)
-  take(source, 1)
-  (worker,) = multiprocessing.active_children()
-  source.close()
-  assert worker.is_alive()
-  worker.kill()
-  worker.join()
 
 
 def children_of(process):

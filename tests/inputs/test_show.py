@@ -3,7 +3,6 @@
 import dataclasses
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -181,24 +180,6 @@ def test_counts():
     assert found['zeros'] == np.mean(batch['weights'] == 0)
     assert found['rows'] == real
     assert found['weights'] == batch['weights'].sum()
-
-
-def test_describe():
-  batch = {
-    'ids': np.int32([[3, 5], [0, 0]]),
-    'image': np.ones([2, 4, 100], ml_dtypes.bfloat16),
-    'nested': {'key': np.array([b'abc', b'd']), 'ok': np.array([True, False])},
-    'none': np.ones([0, 2]),
-  }
-  table = [' '.join(x.split()) for x in show.describe(batch).splitlines()]
-  assert table == [
-    'entry shape dtype min max mean',
-    'ids 2 x 2 int32 0 5 2',
-    'image 2 x 4 x 100 bfloat16 1 1 1',
-    'nested.key 2 bytes24',
-    'nested.ok 2 bool 0 1 0.5',
-    'none 0 x 2 float64',
-  ]
 
 
 def test_a_digest_never_changes_and_the_speed_is_of_later_batches(monkeypatch):

@@ -91,19 +91,15 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
 class _Recorder(writers.Backend):
   """Keeps every call; waits at `gate` and fails at `failing`."""
 
-  def __init__(
-    self, gate: threading.Event | None = None, failing: Any = None
-  ) -> None:
+  def __init__(self, gate: Any = None, failing: Any = None) -> None:
     self.calls: list[tuple[Any, ...]] = []
     self.gate, self.failing = gate, failing
-    self.entered = threading.Event()
-    self.threads: set[str] = set()
+    self.entered, self.threads = threading.Event(), set[str]()
 
   def _take(self, *call: Any) -> None:
     self.threads.add(threading.current_thread().name)
     self.entered.set()
-    if self.gate is not None:
-      assert self.gate.wait(_TIMEOUT)
+    assert self.gate is None or self.gate.wait(_TIMEOUT)
     if call[:2] == self.failing:
       raise OSError('disk on fire')
     self.calls.append(call)
@@ -116,8 +112,7 @@ class _Recorder(writers.Backend):
     self._take('resume', step, lengths)
 
   def flush(self) -> dict[str, int]:
-    self._take('flush')
-    return {}
+    return self._take('flush') or {}
 
   def close(self) -> None:
     self._take('close')
@@ -305,21 +300,13 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
   assert steps == [0, 1, 2, 3]
 
 
-def _reader(directory: Any) -> Any:
-  """Returns TensorBoard's own, which keeps a directory open."""
-  return plugin_event_accumulator.EventAccumulator(
-    str(directory), size_guidance={plugin_event_accumulator.TENSORS: 0}
-  )
-
-
 def _seen(reader: Any) -> list[tuple[int, float]]:
   """Returns (step, value) of the tag 'a'."""
   reader.Reload()
   has_any = 'a' in reader.Tags()['tensors']
-  return [
-    (e.step, float(tensor_util.make_ndarray(e.tensor_proto)))
-    for e in (reader.Tensors('a') if has_any else ())
-  ]
+  events = reader.Tensors('a') if has_any else ()
+  to_array = tensor_util.make_ndarray
+  return [(e.step, float(to_array(e.tensor_proto))) for e in events]
 
 
 _ACTIONS = st.lists(
@@ -330,45 +317,48 @@ _ACTIONS = st.lists(
 )
 
 
-def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
-  @hypothesis.settings(
-    max_examples=20, derandomize=True, deadline=None, database=None
-  )
-  @hypothesis.given(_ACTIONS)
-  def check(actions: list[Any]) -> None:
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-      run = pathlib.Path(name)
+@hypothesis.settings(
+  max_examples=20, derandomize=True, deadline=None, database=None
+)
+@hypothesis.given(_ACTIONS)
+def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it(
+  actions: list[Any],
+) -> None:
+  with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    run = pathlib.Path(name)
 
-      def start() -> writers.MetricWriter:
-        lines = writers.JsonlWriter(run / 'm.jsonl')
-        writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
-        return stack.enter_context(writer)
+    def start() -> writers.MetricWriter:
+      lines = writers.JsonlWriter(run / 'm.jsonl')
+      writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
+      return stack.enter_context(writer)
 
-      reader, writer, values = _reader(run), start(), itertools.count()
-      expected: list[tuple[int, float]] = []
-      marks: list[tuple[Any, list[tuple[int, float]]]] = []
-      for action in [*actions, 'write', 'see']:
-        if action == 'write':
-          point = (len(expected), float(next(values)))
-          writer.write_scalars(point[0], {'a': point[1]})
-          expected = [*expected, point]
-        elif action == 'mark':
-          marks.append((writer.flush_async(), expected))
-        elif action == 'see':
-          writer.flush()
-          assert _seen(reader) == expected
-        else:
-          writer.close()
-          for path in run.iterdir():  # Killed within a record.
-            path.write_bytes(path.read_bytes() + b'{"st')
-          del marks[action:]
-          flushed, expected = marks[-1] if marks else (dict, [])
-          writer = start()
-          writer.resume(len(expected) - 1, flushed())
-      assert _scalars(run, 'a') == expected
-      assert [(x['step'], x['a']) for x in _lines(run / 'm.jsonl')] == expected
-
-  check()
+    # TensorBoard's own reader, which keeps a directory open.
+    reader = plugin_event_accumulator.EventAccumulator(
+      str(run), size_guidance={plugin_event_accumulator.TENSORS: 0}
+    )
+    writer, values = start(), itertools.count()
+    expected: list[tuple[int, float]] = []
+    marks: list[tuple[Any, list[tuple[int, float]]]] = []
+    for action in [*actions, 'write', 'see']:
+      if action == 'write':
+        point = (len(expected), float(next(values)))
+        writer.write_scalars(point[0], {'a': point[1]})
+        expected = [*expected, point]
+      elif action == 'mark':
+        marks.append((writer.flush_async(), expected))
+      elif action == 'see':
+        writer.flush()
+        assert _seen(reader) == expected
+      else:
+        writer.close()
+        for path in run.iterdir():  # Killed within a record.
+          path.write_bytes(path.read_bytes() + b'{"st')
+        del marks[action:]
+        flushed, expected = marks[-1] if marks else (dict, [])
+        writer = start()
+        writer.resume(len(expected) - 1, flushed())
+    assert _scalars(run, 'a') == expected
+    assert [(x['step'], x['a']) for x in _lines(run / 'm.jsonl')] == expected
 
 
 def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
