@@ -8,14 +8,11 @@ import sys
 import threading
 import time
 
-from absl import flags
-from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline import platform  # noqa: F401  It defines the flags.
 from jaxline.base import debug
 from tests import processes
 
@@ -23,20 +20,6 @@ from tests import processes
 @pytest.fixture
 def jit_off(monkeypatch):
   monkeypatch.setattr(debug.settings, 'disable_pmap_jit', True)
-
-
-def test_settings_are_the_flags_of_a_program_that_parses_them_itself():
-  names = ('post_mortem', 'disable_pmap_jit', 'mode')
-  values = lambda: [getattr(debug.settings, name) for name in names]
-  before = values()
-  with flagsaver.flagsaver():
-    flags.FLAGS(['x', '--jaxline_post_mortem', '--jaxline_mode=eval_test'])
-    assert values() == [True, False, 'eval_test']
-    flags.FLAGS.jaxline_post_mortem = False  # As tests set it.
-    assert not debug.settings.post_mortem
-  assert values() == before
-  # Without the module that defines the flags.
-  assert debug.Settings().mode == 'eval'
 
 
 def test_kwargs_only_refuses_positional_arguments():
@@ -171,16 +154,6 @@ def test_op_by_op_in_pmap(jit_off):
     return jax.pmap(_pmap_step, axis_name='i')(w, x), _pmapped_step(w, x)
 
   np.testing.assert_array_equal(run(), [[[-3.0, -4.0]] * 2] * 2)
-
-
-def test_an_operation_has_ended_when_its_line_has(jit_off, monkeypatch):
-  waited_for = []
-  wait = lambda x: waited_for.append(x) or x
-  monkeypatch.setattr(jax, 'block_until_ready', wait)
-  x = jnp.ones([2])
-  assert not waited_for
-  got = debug.disable_pmap_jit(lambda: x * 3.0)()
-  assert any(one is got for one in waited_for)
 
 
 def test_op_by_op_ends_with_the_last_function(jit_off):

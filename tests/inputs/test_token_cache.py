@@ -189,7 +189,7 @@ def test_one_process_makes_the_tokens_and_a_kill_loses_one_part(
   assert len(later) + made == len(lines())
 
 
-@pytest.mark.parametrize('kind', ['file', 'line', 'jsonl', 'split:{'])
+@pytest.mark.parametrize('kind', ['jsonl', 'split:{'])
 def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
   """1.5 MB of text, 3 MB of tokens, in 1 MB of memory."""
   line = b'{"text": "%s"}\n' % (b'some words of text ' * 10)

@@ -30,7 +30,6 @@ from jaxline.run_directory import directory
 from jaxline.supervision import preemption
 from tests import processes
 from tests import toys
-from tests.experiments import regression
 
 TOY = processes.ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = TOY.with_name('toy_config.py')
@@ -326,34 +325,6 @@ def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
   assert to_a_file.getvalue() == 'an error\n'
 
 
-def test_the_start_block_of_a_sharded_run(capsys):
-  config = make_config(
-    sharding='fsdp', checkpoint_dir=f'{os.getcwd()}/runs/a', writers=('jsonl',)
-  )
-  experiment = regression.Regression(
-    'train', jax.random.PRNGKey(0), run_config=config
-  )
-  experiment.data_summary = '690 documents'
-  origin = console_lib.Origin((), 'configs/x.py', {'sharding': 'fsdp'})
-  for step, start in (
-    (0, 'step 0 of 6000, a fresh run'),
-    (4, 'step 4 of 6000, resumed'),
-    (6000, 'step 6000 of 6000, resumed, nothing left to train'),
-  ):
-    console, state = console_lib.Console('plain', origin), types.SimpleNamespace
-    console.begin(config, experiment, state(global_step=step))
-    assert capsys.readouterr().out.splitlines() == [
-      'Experiment:    tests.experiments.regression:Regression',
-      'Config:        configs/x.py, sharding=fsdp',
-      'Devices:       2 x cpu',
-      'Mesh:          data 2; sharding fsdp',
-      'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
-      'Data:          690 documents',
-      'Run directory: runs/a',
-      f'Start:         {start}',
-    ]
-
-
 STOP = preemption.Preempted(75, '')
 FLAGS = 'python', 'x.py', '--exp=A'
 PARTS = {
@@ -363,54 +334,44 @@ PARTS = {
   'SAME': 'the same command with --config.checkpoint_dir=DIR',
   'MORE': ' --config.training_steps=12 --config.on_config_change=continue',
   'EVAL': ' --jaxline_mode=eval --config.one_off_evaluate',
+  'FIT': "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR',"
+  " 'training_steps': 12, 'on_config_change': 'continue'})",
   'LOOK': "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)",
 }
 
 
 @pytest.mark.parametrize(
-  ('command', 'how', 'expected'),
+  ('command', 'how', 'go_on', 'look'),
   [
-    (COMMAND, {}, ['{RUN}', '{RUN}{EVAL}']),
+    (COMMAND, {}, '{RUN}', '{RUN}{EVAL}'),
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
-      {'is_over': True},
-      ['{TRAIN}{MORE}', '{RUN}{EVAL}'],
+      *({'is_over': True}, '{TRAIN}{MORE}', '{RUN}{EVAL}'),
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
-      {'decode': print},
-      ['{RUN}', '{RUN} --jaxline_mode=decode'],
+      *({'decode': print}, '{RUN}', '{RUN} --jaxline_mode=decode'),
     ),
     # The processes do not know the launcher's command.
     (
-      COMMAND,
-      {'processes': 2, 'is_over': True},
-      ['{SAME}{MORE}', '{SAME}{EVAL}'],
+      *(COMMAND, {'processes': 2, 'is_over': True}),
+      *('{SAME}{MORE}', '{SAME}{EVAL}'),
     ),
     # Flags of the program make those of the config.
     (
       (*FLAGS, '--config.training_steps', '6', '--config.a=1'),
-      {'is_over': True},
-      ['{OWN}{MORE}', '{OWN}{EVAL}'],
+      *({'is_over': True}, '{OWN}{MORE}', '{OWN}{EVAL}'),
     ),
-    (
-      (),
-      {'is_over': True},
-      [
-        "jaxline.fit(..., overrides={{'checkpoint_dir': 'DIR',"
-        " 'training_steps': 12, 'on_config_change': 'continue'}})",
-        '{LOOK}',
-      ],
-    ),
+    ((), {'is_over': True}, '{FIT}', '{LOOK}'),
     # The experiment has decided that it is over.
-    ((), {'is_over': True, 'training_steps': None}, ['', '{LOOK}']),
-    ((), {'is_over': True, 'stopped': 'enough'}, ['', '{LOOK}']),
+    ((), {'is_over': True, 'training_steps': None}, '', '{LOOK}'),
+    ((), {'is_over': True, 'stopped': 'enough'}, '', '{LOOK}'),
     # Without a checkpoint there is nothing to go on from.
-    (COMMAND, {'saved': None}, ['', '']),
+    (COMMAND, {'saved': None}, '', ''),
   ],
 )
 def test_the_next_commands(
-  command, how, expected, tmp_path, monkeypatch, capsys
+  command, how, go_on, look, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
   experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
@@ -423,10 +384,9 @@ def test_the_next_commands(
   error = None if how.get('is_over') else STOP
   console.__exit__(type(error), error, None)
   out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
-  name = 'Decode' if 'decode' in how else 'Evaluate'
-  labels = ('Continue:', f'{name}:'.ljust(9))
-  texts = (x.format(**PARTS) for x in expected)
-  shown = [f'{k} {x}' for k, x in zip(labels, texts, strict=True) if x]
+  name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
+  texts = ('Continue: ', go_on), (f'{name} ', look)
+  shown = [name + text.format(**PARTS) for name, text in texts if text]
   shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
 
