@@ -1,9 +1,9 @@
 """Tests of the token cache: keys, concurrent builds, bounded memory."""
 
+from concurrent import futures
 import os
 import shutil
 import tempfile
-import time
 import tracemalloc
 
 import numpy as np
@@ -15,7 +15,6 @@ from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 from jaxline.run_directory import store
-from tests import processes
 
 
 @pytest.fixture
@@ -140,53 +139,36 @@ def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
 
 
 class Counting(tokenization.ByteTokenizer):
-  """Notes each part that it encodes, and takes a while, as larger ones do."""
+  """Counts the parts that it encodes, and is interrupted at one of them."""
 
-  identity = 'counting'
+  identity, count, fails_at = 'counting', 0, 4
 
   def encode_batch(self, texts):
-    with open(os.environ['NOTES'], 'a') as file:
-      print(os.getpid(), *map(len, texts), file=file, flush=True)
-    time.sleep(0.1)
+    self.count += 1
+    if self.count == self.fails_at:
+      raise KeyboardInterrupt
     return super().encode_batch(texts)
 
 
-def load_small_parts(folder, cache):
-  token_cache._BATCH_BYTES = 2**16
-  return text.load_corpus(folder, tokenizer=Counting(), cache_dir=cache)
-
-
-LOAD = (
-  'from tests.inputs import test_token_cache as t; import sys;'
-  ' t.load_small_parts(*sys.argv[1:])'
-)
-
-
-@pytest.mark.process
-def test_one_process_makes_the_tokens_and_a_kill_loses_one_part(
-  files, cache, tmp_path, monkeypatch
+def test_one_of_many_makes_the_tokens_and_a_kill_loses_one_part(
+  files, cache, monkeypatch
 ):
+  def load(cache_dir=cache):
+    return text.load_corpus(files, tokenizer=tokenizer, cache_dir=cache_dir)
+
+  tokenizer = Counting()
   (files / 'large').write_text('word\n' * (2**18))  # Twenty parts.
-  monkeypatch.setenv('NOTES', str(notes := tmp_path / 'notes'))
   monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
-  lines = lambda: notes.read_text().splitlines() if notes.exists() else []
-  start = lambda: processes.started('-c', LOAD, files, cache)
-  with start():
-    processes.wait_until(lambda: len(lines()) >= 4)
-  (parts,) = cache.glob('*.parts')
-  made = len([*parts.glob('[0-9]*.npz')])
-  before = len(lines())
-  assert 3 <= made >= before - 1
-  with start() as a, start() as b, start() as c:
-    assert [other.wait(120) for other in (a, b, c)] == [0] * 3
-  later = lines()[before:]
-  assert len({line.split()[0] for line in later}) == 1
+  with pytest.raises(KeyboardInterrupt):
+    load()
+  with futures.ThreadPoolExecutor(3) as pool:
+    corpora = [*pool.map(lambda _: load(), range(3))]
   assert len(names_in(cache)) == 1
-  corpus = load_small_parts(files, cache)
-  assert lines()[before:] == later
-  notes.write_text('')
-  assert_same(load_small_parts(files, cache / 'other'), corpus)
-  assert len(later) + made == len(lines())
+  made, tokenizer.count = tokenizer.count - 1, 5
+  whole = load(cache / 'other')
+  assert made == tokenizer.count - 5 > 15
+  for corpus in corpora:
+    assert_same(corpus, whole)
 
 
 @pytest.mark.parametrize('kind', ['jsonl', 'split:{'])

@@ -10,7 +10,6 @@ from jaxline import errors
 from jaxline.base import buckets
 from jaxline.base import disk
 from jaxline.run_directory import store as store_lib
-from tests import processes
 
 NEW = store_lib.NEW
 
@@ -189,14 +188,3 @@ def test_two_threads_may_write_the_same_note(tmp_path):
     for _ in pool.map(lambda i: store.write('a', b'%d' % i), range(200)):
       pass
   assert os.listdir(tmp_path) == ['a']
-
-
-@pytest.mark.parametrize('url', ['s3'], indirect=True)
-def test_s3_without_profile_files_is_quiet(url, tmp_path):
-  program = f"""
-from jaxline.run_directory import store
-store.at({url!r}).write('a', b'x')
-print(store.at({url!r}).below('b').names(), store.at({url!r}).read('a'))
-"""
-  done = processes.run('-c', program, HOME=str(tmp_path))
-  assert (done.stdout, done.stderr) == ("[] b'x'\n", '')
