@@ -9,10 +9,6 @@ from jaxline import errors
 from jaxline.base import chips
 
 
-def chip_of(kind):
-  return chips.chip_of(types.SimpleNamespace(device_kind=kind))
-
-
 def test_a_topology_has_its_chips():
   for name, num_chips, links in (
     ('v4:1x1x1', 1, 0),
@@ -28,9 +24,7 @@ def test_a_topology_has_its_chips():
       chips.parse_topology(wrong)
 
 
-def test_rates_are_one_way_and_memory_is_what_a_program_may_use():
-  v4, h100 = map(chip_of, ('TPU v4', 'NVIDIA H100 80GB HBM3'))
-  # Half of the makers' numbers, which are of both ways.
-  assert 2 * v4.ici_bandwidth == 600e9
-  assert 2 * h100.ici_bandwidth == 900e9
-  assert 0.95 * 32 < v4.hbm_bytes / 2**30 < 32
+def test_rates_are_one_way():
+  for kind, both_ways in ('TPU v4', 600e9), ('NVIDIA H100 80GB HBM3', 900e9):
+    chip = chips.chip_of(types.SimpleNamespace(device_kind=kind))
+    assert 2 * chip.ici_bandwidth == both_ways

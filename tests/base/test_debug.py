@@ -8,11 +8,14 @@ import sys
 import threading
 import time
 
+from absl import flags
+from absl.testing import flagsaver
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxline import platform  # noqa: F401  It defines the flags.
 from jaxline.base import debug
 from tests import processes
 
@@ -20,6 +23,18 @@ from tests import processes
 @pytest.fixture
 def jit_off(monkeypatch):
   monkeypatch.setattr(debug.settings, 'disable_pmap_jit', True)
+
+
+def test_settings_are_the_flags_of_a_program_that_parses_them_itself():
+  names = ('post_mortem', 'disable_pmap_jit', 'mode')
+  values = lambda: [getattr(debug.settings, name) for name in names]
+  before = values()
+  with flagsaver.flagsaver():
+    flags.FLAGS(['x', '--jaxline_post_mortem', '--jaxline_mode=eval_test'])
+    assert values() == [True, False, 'eval_test']
+  assert values() == before
+  # Without the module that defines the flags.
+  assert debug.Settings().mode == 'eval'
 
 
 def test_kwargs_only_refuses_positional_arguments():
@@ -76,6 +91,25 @@ def test_post_mortem_without_commands_lets_the_error_pass(monkeypatch):
 
 
 @pytest.mark.process
+def test_post_mortem_shows_the_error_then_the_users_frame(tmp_path):
+  (tmp_path / 'model.py').write_text("""
+import jax.numpy as jnp
+from jaxline.base import debug
+
+def loss(w, stop='here'):
+  return jnp.dot(w, jnp.ones([5]))
+
+debug.settings.post_mortem = True
+debug.debugger_fallback(loss)(jnp.ones([3, 4]))
+""")
+  done = processes.run(tmp_path / 'model.py', typed='p w.shape, stop\n')
+  assert done.returncode == 1
+  assert "((3, 4), 'here')" in done.stdout
+  assert done.stdout.count('TypeError: ') == 1
+  assert done.stderr.count('TypeError: ') == 1
+
+
+@pytest.mark.process
 def test_an_interrupt_is_for_the_debugger():
   program = """
 from jaxline.supervision import preemption
@@ -123,17 +157,22 @@ _jit_step = jax.jit(_step, donate_argnums=0)
 _pmapped_step = jax.pmap(_pmap_step, axis_name='i', donate_argnums=0)
 
 
-# Compiled before, inside, and for two devices, whose parts are seen together.
-# Compiled before, in a thread; and for two devices, whose parts are seen
-# together.
-def test_op_by_op_in_jit_and_in_a_thread(jit_off):
+def _sharded_step():
+  types = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((2,), ('data',), axis_types=types)
+  on = lambda *axes: jax.NamedSharding(mesh, jax.P(*axes))
+  return jax.jit(_step, in_shardings=(on(), on('data')), out_shardings=on())
+
+
+# Compiled before; and for two devices, whose parts are seen together.
+@pytest.mark.parametrize('make', [lambda: _jit_step, _sharded_step])
+def test_op_by_op_in_jit_and_in_a_thread(jit_off, make):
   _seen.clear()
   got, arguments = [], (np.float32([1.0, -2.0]), np.float32([3.0, 4.0]))
 
   @debug.disable_pmap_jit
   def run():
-    step = lambda: got.append(_jit_step(*arguments))  # Jitted before.
-    thread = threading.Thread(target=step)
+    thread = threading.Thread(target=lambda: got.append(make()(*arguments)))
     thread.start()
     thread.join()
 

@@ -153,35 +153,6 @@ def test_verdicts(make_input, verdicts, words, options):
   assert [word for word in words if word not in text] == []
 
 
-def test_counts():
-  ids = np.int32([[5, 6, 7, 0], [8, 0, 0, 0], [0, 0, 0, 0]])
-  weights = np.float32([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-  rows = np.ones(3)
-  padded = {'ids': ids, 'paddings': ids == 0, 'weights': weights}
-  for batch, tokens, share, real in (
-    (padded, 4, 8 / 12, 2),
-    # By the first of these that there is: paddings, segments, weights, none.
-    ({'ids': ids, 'weights': weights}, 3, 9 / 12, 2),
-    ({'ids': ids, 'weights': rows}, 12, 0.0, 3),
-    ({'ids': ids, 'segment_ids': ids, 'weights': rows}, 4, 8 / 12, 3),
-    # The last row of `tgt` is padding, which only the weights of rows tell.
-    (
-      {'src': padded, 'tgt': {'ids': ids}, 'weights': np.array([1, 1, 0])},
-      4 + 8,
-      12 / 24,
-      2,
-    ),
-    # No tokens: rows.
-    ({'x': rows, 'weights': np.array([1, 1, 0])}, None, 1 / 3, 2),
-  ):
-    found = show.counts(batch)
-    assert found.get('tokens') == tokens
-    assert found['padding'] == pytest.approx(share)
-    assert found['zeros'] == np.mean(batch['weights'] == 0)
-    assert found['rows'] == real
-    assert found['weights'] == batch['weights'].sum()
-
-
 def test_a_digest_never_changes_and_the_speed_is_of_later_batches(monkeypatch):
   # Written down: it must be the same tomorrow, and elsewhere.
   batch = {'b': np.float32([[1, 2]]), 'a': np.int32([7])}

@@ -314,17 +314,6 @@ def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
   terminal.wait_for(['(Pdb) typed', 'drawn'])  # It is back.
 
 
-def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
-  to_a_file = io.StringIO()
-  line = live(lambda width: 'drawn'.ljust(width, '-'), stderr=to_a_file)
-  print('an error', file=sys.stderr)  # It is no terminal: it is left alone.
-  for terminal.columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
-    terminal.wait_for(['drawn'.ljust(width - 1, '-')])
-  line.stop()
-  terminal.wait_for([''])
-  assert to_a_file.getvalue() == 'an error\n'
-
-
 STOP = preemption.Preempted(75, '')
 FLAGS = 'python', 'x.py', '--exp=A'
 PARTS = {

@@ -161,17 +161,3 @@ def test_scalars_come_to_the_host_as_a_new_dict(run_async, fetches):
     [1.5, np.arange(2), {'b': 2}, None],
   )
   assert last == (2, {'steps_per_sec': 1.0})
-
-
-@pytest.mark.parametrize('takes_all', [False, True])
-def test_a_plain_hook_fetches_nothing(takes_all, fetches):
-  calls, loss = [], jnp.float32(2)
-  record = lambda *call: calls.append(call)
-  hook = periodic.Every(record, 'steps', 2, log_all_data=takes_all)
-  for step in range(1, 5):
-    hook(2.0 * step, step, {'loss': loss})
-  # Handing on is not being due: the rate is that of the two steps.
-  due = [(n, {'loss': loss, 'steps_per_sec': 0.5}) for n in (2, 4)]
-  others = [(n, {'loss': loss}) for n in (1, 3) if takes_all]
-  assert not fetches
-  assert calls == sorted([*due, *others], key=lambda call: call[0])

@@ -1,7 +1,6 @@
 """Scalars of a step's rates: FLOPs, their part of a peak, memory in use."""
 
 import types
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -95,15 +94,6 @@ def test_flops_that_cannot_be_counted_are_no_error(caplog, monkeypatch):
   assert not any('tflops_per_sec' in scalars for _, scalars in records)
   (said,) = [r for r in caplog.records if 'tflops_per_sec' in r.message]
   assert said.exc_info[0] is ZeroDivisionError
-
-
-def test_memory_in_use():
-  device = lambda x: types.SimpleNamespace(memory_stats=lambda: x)
-  found = [device({'bytes_in_use': x << 30, 'other': 1}) for x in (3, 5)]
-  assert rates.bytes_in_use([*found, device(None)]) == 5 << 30
-  assert rates.bytes_in_use([device(None), device({'other': 1})]) is None
-  refusing = mock.Mock(**{'memory_stats.side_effect': NotImplementedError})
-  assert rates.bytes_in_use([*found, refusing]) is None
 
 
 def test_the_forward_pass_of_other_programs():
