@@ -1,4 +1,4 @@
-"""What a run prints: lines, the live line on a terminal, the two blocks.
+"""What a run prints: lines, the live line on a terminal, the summary.
 
 `screen` plays what was written to a terminal, so that tests see what a user
 sees.
@@ -90,7 +90,7 @@ make_config = functools.partial(toys.make_config, 6000)
 
 
 def experiment_of(**attributes):
-  """Returns an object that is enough of an experiment for both blocks."""
+  """Returns an object that is enough of an experiment to print."""
   steps = lambda step, config: step < (config.training_steps or math.inf)
   attributes = {'should_run_step': steps} | attributes
   return experiments.full_experiment(
