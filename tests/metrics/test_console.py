@@ -306,12 +306,12 @@ def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
   group = [os.getpgrp() + (not has_debugger)]
   monkeypatch.setattr(os, 'tcgetpgrp', lambda fd: group[0])
   names = {'__name__': 'pdb' if has_debugger else 'x', 'sleep': time.sleep}
-  exec(f"print('(Pdb) ', end='', flush=1); sleep({DRAWN_SECS})", names)
+  exec(f"print('(Pdb)'); sleep({DRAWN_SECS})", names)
   shown = screen(terminal.getvalue())
   group[0] = os.getpgrp()
   print('typed')
-  assert shown == ['(Pdb)']
-  terminal.wait_for(['(Pdb) typed', 'drawn'])  # It is back.
+  assert shown == ['(Pdb)', '']
+  terminal.wait_for(['(Pdb)', 'typed', 'drawn'])  # It is back.
 
 
 STOP = preemption.Preempted(75, '')
