@@ -9,55 +9,22 @@ from jaxline import errors
 from jaxline.base import chips
 
 
-def chip_of(kind):
-  return chips.chip_of(types.SimpleNamespace(device_kind=kind))
-
-
-@pytest.mark.parametrize(
-  ('name', 'num_chips', 'links'),
-  [
+def test_a_topology_has_its_chips():
+  for name, num_chips, links in (
     ('v4:1x1x1', 1, 0),
     ('v4:2x2x1', 4, 2),  # One neighbour in each of two dimensions.
-    ('v4:2x4x4', 32, 5),
     ('v5p:16x16x24', 6144, 6),
     ('v5e:2x4', 8, 3),
-    ('v6e:4x8', 32, 4),
-  ],
-)
-def test_a_topology_has_its_chips(name, num_chips, links):
-  chip, shape = chips.parse_topology(name)
-  assert math.prod(shape) == num_chips
-  assert chip.ici_links == links
+  ):
+    chip, shape = chips.parse_topology(name)
+    assert math.prod(shape) == num_chips
+    assert chip.ici_links == links
+  for wrong in ('', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1x1', 'v4:0x2x2'):
+    with pytest.raises(errors.UsageError, match=f'{wrong!r}.*v5p'):
+      chips.parse_topology(wrong)
 
 
-@pytest.mark.parametrize(
-  'name', ['', 'v4', 'v3:2x2x1', '4x4x4', 'v4:4x', 'V4:1x1', 'v4:0x2x2']
-)
-def test_what_is_no_topology_is_refused(name):
-  with pytest.raises(errors.UsageError, match=f'{name!r}.*v5p'):
-    chips.parse_topology(name)
-
-
-def test_the_published_numbers():
-  # FLOP/s, bytes/s: what the makers' pages say, read once more.
-  v4, v5e, v5p, v6e = map(chip_of, ('TPU v4', 'TPU v5e', 'TPU v5p', 'TPU v6e'))
-  peaks = [c.peak_flops / 1e12 for c in (v4, v5e, v5p, v6e)]
-  assert peaks == [275, 197, 459, 918]
-  # Both ways, as on their pages.
-  links = [2 * c.ici_bandwidth / 1e9 for c in (v4, v5e, v5p, v6e)]
-  assert links == [600, 400, 1200, 800]
-  # What is left of 32, 16, 95 (96) and 32 GiB.
-  for chip, gib in ((v4, 32), (v5e, 16), (v5p, 96), (v6e, 32)):
-    assert 0.95 * gib < chip.hbm_bytes / 2**30 < gib
-  assert 2 * chip_of('NVIDIA H100 80GB HBM3').ici_bandwidth == 900e9
-
-
-@pytest.mark.parametrize(
-  ('name', 'num_slices'), [('v4:2x2x2', 2), ('v5e:4x4', 1), ('v5p:2x2x1', 4)]
-)
-def test_libtpu_makes_a_device_for_each_chip(name, num_slices):
-  pytest.importorskip('libtpu')
-  chip, shape = chips.parse_topology(name)
-  devices = chips.topology_devices(name, num_slices)
-  assert len(devices) == num_slices * math.prod(shape)
-  assert chips.chip_of(devices[0]).name == chip.name
+def test_rates_are_one_way():
+  for kind, both_ways in ('TPU v4', 600e9), ('NVIDIA H100 80GB HBM3', 900e9):
+    chip = chips.chip_of(types.SimpleNamespace(device_kind=kind))
+    assert 2 * chip.ici_bandwidth == both_ways

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import re
@@ -36,12 +37,7 @@ def plain():
   return ({'x': np.float32([i, 0])} for i in itertools.count(1))
 
 
-def numbers():
-  return Numbers(is_training=True)
-
-
-def stateful():
-  return sources.Counted(first=1, end=99)
+numbers = functools.partial(Numbers, is_training=True)
 
 
 def make(method, cls=feed.TrainFeed, **values):
@@ -57,10 +53,9 @@ def take(source):
   return number
 
 
-# Training.
-
-
-@pytest.mark.parametrize('method', [numbers, stateful])
+@pytest.mark.parametrize(
+  'method', [numbers, lambda: sources.Counted(first=1, end=99)]
+)
 def test_a_restored_feed_goes_on_behind_the_last_step(method):
   skips = {'skip_batches': '3-4,7'}
   expected = [1, 2, 5, 6, 8, 9, 10]
@@ -118,15 +113,11 @@ def test_a_feed_that_is_dropped_ends_its_thread():
   assert owner.opened[0]() is None  # It may have workers.
   before = {*threading.enumerate()}
   take(owner.feed)
-  started = {*threading.enumerate()} - before
-  (thread,) = (t for t in started if t.name == 'infeed')
+  (thread,) = {*threading.enumerate()} - before
   del owner
   gc.collect()
   thread.join(30)
   assert not thread.is_alive()
-
-
-# Evaluation.
 
 
 def evaluate(source, num_evaluated=0):
@@ -146,6 +137,9 @@ def test_an_evaluation_that_cannot_be_fed_is_refused():
   ):
     with pytest.raises(ValueError, match=said):
       evaluate(make(lambda given=given: given, feed.EvalFeed))
+  given = sources.Counting(batch_size=2, reset_for_eval=True)
+  assert len(evaluate(make(lambda: given, feed.EvalFeed))['']) == 4
+  assert given.is_closed
 
 
 def test_a_process_without_a_batch_left_feeds_padding(monkeypatch):
@@ -162,14 +156,17 @@ def test_a_process_without_a_batch_left_feeds_padding(monkeypatch):
 def test_each_of_several_sets_keeps_its_place():
   opened = []
 
-  def sets(names):
-    opened.append(names)
-    made = {
-      'two': Numbers(eval_loop_num_batches=2),
-      'one': Numbers(eval_loop_num_batches=1),
-      'all': [{'x': np.float32([n, 0])} for n in range(3)],
-    }
-    return {name: made[name] for name in names}
+  def feed_of(*names):
+    def sets():
+      opened.append(names)
+      made = {
+        'two': Numbers(eval_loop_num_batches=2),
+        'one': Numbers(eval_loop_num_batches=1),
+        'all': [{'x': np.float32([n, 0])} for n in range(3)],
+      }
+      return {name: made[name] for name in names}
+
+    return make(sets, feed.EvalFeed)
 
   def places(source, num_evaluated):
     found = evaluate(source, num_evaluated)
@@ -177,43 +174,21 @@ def test_each_of_several_sets_keeps_its_place():
       k: [int(x['x'][0]) for x in batches] for k, batches in found.items()
     }
 
-  source = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
+  source, again = (feed_of('two', 'one', 'all') for _ in range(2))
   expected = [
     {'two': [2 * i + 1, 2 * i + 2], 'one': [i + 1], 'all': [0, 1, 2]}
     for i in range(3)
   ]
   assert [places(source, i) for i in range(3)] == expected
   # A process that starts there has the same batches.
-  again = make(lambda: sets(['two', 'one', 'all']), feed.EvalFeed)
   assert places(again, 2) == expected[2]
   # Where all inputs go on, they are made once.
   opened.clear()
-  rolling = make(lambda: sets(['two']), feed.EvalFeed)
-  assert [places(rolling, i)['two'] for i in range(2)] == [[1, 2], [3, 4]]
+  rolling = feed_of('two')
   # The steps of `eval_steps` may come in any order.
-  assert [places(rolling, i)['two'] for i in (0, 2)] == [[1, 2], [5, 6]]
+  found = [places(rolling, i)['two'] for i in (0, 1, 0, 2)]
+  assert found == [[1, 2], [3, 4], [1, 2], [5, 6]]
   assert len(opened) == 1
-
-
-def test_an_evaluation_reads_ahead_and_closes_its_input():
-  closed, read_on = [], set()
-
-  class Watched(Numbers):
-    def read_from(self, position):
-      read_on.add(threading.current_thread().name)
-      yield from super().read_from(position)
-
-    def close(self):
-      super().close()
-      closed.append(self)
-
-  evaluate(make(lambda: Watched(), feed.EvalFeed))
-  assert closed
-  assert read_on == {'eval_infeed'}
-  assert 'eval_infeed' not in {t.name for t in threading.enumerate()}
-
-
-# Both.
 
 
 @pytest.mark.parametrize('cls', [feed.TrainFeed, feed.EvalFeed])
@@ -232,9 +207,8 @@ def test_shapes_of_a_batch_take_one_and_close_the_input(cls):
       events.append('closed')
 
   source = make(lambda: read(), cls)
-  assert {
-    k: (x.shape, str(x.dtype)) for k, x in source.abstract_batch().items()
-  } == {
+  found = source.abstract_batch().items()
+  assert {k: (x.shape, str(x.dtype)) for k, x in found} == {
     'x': ((4, 2), 'float32'),
     'n': ((4,), 'int32'),
     'weights': ((4,), 'float32'),

@@ -57,16 +57,16 @@ def test_anything_that_gives_batches_is_an_input(make, is_saved):
       assert sources.numbers(other) == [1, 2, 3, 4, 5]
 
 
-def test_the_state_of_an_iterator_is_that_of_its_host():
-  one, other = (
-    iterable.as_input(
-      sources.Counted(), is_training=True, shard=base.Shard(0, count)
-    )
-    for count in (1, 2)
-  )
-  for state in (one.get_state(), b'{}', None):
+@pytest.mark.parametrize('hosts', [1, 2])
+def test_the_state_of_an_iterator_is_that_of_its_host(hosts):
+  def make(index, count):
+    shard = base.Shard(index, count)
+    return iterable.as_input(sources.Counted(), is_training=True, shard=shard)
+
+  source = make(hosts - 1, 2)
+  for state in (make(0, hosts).get_state(), b'{}', None):
     with pytest.raises(ValueError, match='number of hosts'):
-      other.set_state(state)
+      source.set_state(state)
 
 
 def elastic(index, count):

@@ -40,31 +40,33 @@ def mixture(sizes, weights, *, batch_size=5, **fields):
   )
 
 
-def sources(parent, num_batches):
-  return np.concatenate([next(parent)['source'] for _ in range(num_batches)])
-
-
-def test_mixture_keeps_its_proportions():
+def test_mixture_keeps_its_proportions_and_the_order_of_its_children():
   rng = random.Random(0)
   for _ in range(12):
     k = rng.randint(2, 8)
     # From alike to thousands of times more, and in decimals.
     weights = [round(10 ** rng.uniform(-3, 1), 3) + 0.001 for _ in range(k)]
     sizes, rows = [rng.randint(1, 9) for _ in weights], rng.randint(1, 64)
-    of = sources(mixture(sizes, weights, batch_size=rows), 1000 // rows)
+    parent = mixture(sizes, weights, batch_size=rows)
+    batches = [next(parent) for _ in range(1000 // rows)]
+    of, x = (
+      np.concatenate([b[key] for b in batches]) for key in ('source', 'x')
+    )
     given = np.cumsum(of[:, None] == np.arange(k), 0)
     n = np.arange(1, len(of) + 1)[:, None]
     exact = n * np.array(weights) / sum(weights)
     assert (given - exact).max() <= 1
     assert (exact - given).max() < k
+    for i in range(k):
+      assert x[of == i].tolist() == [*range(given[-1, i])]
 
 
 def test_decimals_are_what_they_say():
   # Ten rows are a period, which the nearest binary fractions are not.
-  of = sources(mixture([3, 3, 3], [0.1, 0.2, 0.7], batch_size=10), 50)
-  for period in of.reshape(50, 10):
-    assert period.tolist() == of[:10].tolist()
-    assert np.bincount(period).tolist() == [1, 2, 7]
+  parent = mixture([3, 3, 3], [0.1, 0.2, 0.7], batch_size=10)
+  periods = [next(parent)['source'].tolist() for _ in range(50)]
+  assert periods == [periods[0]] * 50
+  assert np.bincount(periods[0]).tolist() == [1, 2, 7]
 
 
 def test_proportions_do_not_drift():
@@ -76,14 +78,6 @@ def test_proportions_do_not_drift():
   epochs = dict(zip(batch['source'].tolist(), batch['epoch'], strict=True))
   assert epochs[0] == 10**6 * 10**9 // 10
   assert epochs[1] == (10**6 - 1) // 10
-
-
-def test_mixture_takes_the_rows_of_its_children_in_order():
-  parent = mixture([3, 7], [2, 1], batch_size=6)
-  rows = [next(parent) for _ in range(10)]
-  of, x = (np.concatenate([r[k] for r in rows]) for k in ('source', 'x'))
-  assert x[of == 0].tolist() == list(range(40))
-  assert x[of == 1].tolist() == list(range(20))
 
 
 def test_mixture_refuses_other_proportions_and_children():
@@ -118,16 +112,11 @@ def test_children_that_differ_are_refused():
     assert caught.value.__notes__[0] == said
 
 
-def with_child(kind=Numbers, **fields):
-  return {'inputs': numbers([2]) | {'b': kind(batch_size=2, **fields)}}
-
-
 def test_mixture_refuses():
-  given = {
-    'inputs': numbers([2, 2]),
-    'weights': {'a': 1, 'b': 1},
-    'batch_size': 2,
-  }
+  def with_child(kind=Numbers, **fields):
+    return {'inputs': numbers([2]) | {'b': kind(batch_size=2, **fields)}}
+
+  given = {'inputs': numbers([2, 2]), 'weights': {'a': 1, 'b': 1}}
   for fields, message in (
     ({'weights': {'a': 1}}, 'weights'),
     ({'weights': {'a': 1, 'b': 0}}, 'weights'),
@@ -138,10 +127,7 @@ def test_mixture_refuses():
     (with_child(repeat=False), 'b of .*, a Numbers'),
     (with_child(sources_lib.Counting), 'b of .*, a Counting'),
     (with_child(is_training=True), 'b of .*is_training'),
-    (
-      with_child(input_checkpointing_enabled=False),
-      'b of .*input_checkpointing_enabled',
-    ),
+    (with_child(input_checkpointing_enabled=False), 'b of .*_enabled'),
   ):
     with pytest.raises(ValueError, match=message):
-      mixture_lib.MixtureInput(**(given | fields))
+      mixture_lib.MixtureInput(**(given | {'batch_size': 2} | fields))

@@ -1,11 +1,9 @@
 """Tests of the token cache: keys, concurrent builds, bounded memory."""
 
+from concurrent import futures
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 import tracemalloc
 
 import numpy as np
@@ -17,7 +15,6 @@ from jaxline.inputs import text_files
 from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 from jaxline.run_directory import store
-from tests import processes
 
 
 @pytest.fixture
@@ -98,115 +95,7 @@ def test_the_default_folder(files, tmp_path, monkeypatch):
     text.load_corpus(files)
     assert len(names_in(tmp_path / folder)) == 1
     assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700  # One user's.
-
-
-def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
-  class Other(tokenization.ByteTokenizer):
-    identity = 'other'
-
-  def load(where=files, **kwargs):
-    return text.load_corpus(where, cache_dir=cache, **kwargs)
-
-  def change():  # The size and the time of modification stay.
-    path = files / '3.txt'
-    stat = path.stat()
-    path.write_bytes(path.read_bytes()[::-1])
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-  first = load()
-  load(eval_fraction=0.5)
-  load(documents='line')
-  load(tokenizer=Other())
-  change()
-  assert load().train.sha256 != first.train.sha256
-  (files / '9.txt').rename(files / 'a.txt')
-  load()
-  # What looks binary is left out, unless a glob names the file.
-  (files / 'b.png').write_bytes(b'\0' + b'text' * 50)
-  assert {*load().train.names, *load().eval.names} == {
-    *(f'{i}.txt' for i in range(9)),
-    'a.txt',
-  }
-  glob = load(f'{files}/*')
-  assert len(glob.train.names) + len(glob.eval.names) == 11
-  # Two folders with the same names and sizes have tokens each, of one identity.
-  other = files.with_name('elsewhere')
-  shutil.copytree(files, other)
-  assert load(other).train.sha256 == load().train.sha256
-  assert len(names_in(cache)) == 9
-
-
-class Counting(tokenization.ByteTokenizer):
-  """Notes each part that it encodes, and takes a while, as larger ones do."""
-
-  identity = 'counting'
-
-  def encode_batch(self, texts):
-    with open(os.environ['NOTES'], 'a') as file:
-      print(os.getpid(), *map(len, texts), file=file, flush=True)
-    time.sleep(0.1)
-    return super().encode_batch(texts)
-
-
-def load_small_parts(folder, cache):
-  token_cache._BATCH_BYTES = 2**16
-  return text.load_corpus(folder, tokenizer=Counting(), cache_dir=cache)
-
-
-LOAD = (
-  'from tests.inputs import test_token_cache as t; import sys;'
-  ' t.load_small_parts(*sys.argv[1:])'
-)
-
-
-@pytest.fixture
-def start(files, cache, tmp_path, monkeypatch):
-  """Starts processes that tokenize one file of twenty parts."""
-  notes = tmp_path / 'notes'
-  notes.touch()
-  (files / 'large').write_text('word\n' * (2**18))
-  monkeypatch.setenv('NOTES', str(notes))
-  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
-  command = [sys.executable, '-c', LOAD, str(files), str(cache)]
-  running = []
-
-  def start():
-    running.append(subprocess.Popen(command, cwd=processes.ROOT))
-    return running[-1], notes
-
-  yield start
-  for process in running:
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.process
-def test_one_process_makes_the_tokens_and_a_kill_loses_one_part(
-  start, files, cache
-):
-  process, notes = start()
-  while len(notes.read_text().splitlines()) < 4:
-    assert process.poll() is None
-    time.sleep(0.01)
-  process.kill()
-  process.wait()
-  (parts,) = cache.glob('*.parts')
-  made = len([*parts.glob('[0-9]*.npz')])
-  before = len(notes.read_text().splitlines())
-  assert 3 <= made >= before - 1
-  others = [start()[0] for _ in range(3)]
-  assert [other.wait(120) for other in others] == [0] * 3
-  lines = notes.read_text().splitlines()[before:]
-  assert len({line.split()[0] for line in lines}) == 1
-  assert len(names_in(cache)) == 1
-  corpus = load_small_parts(files, cache)
-  assert notes.read_text().splitlines()[before:] == lines
-  notes.write_text('')
-  assert_same(load_small_parts(files, cache / 'other'), corpus)
-  assert len(lines) + made == len(notes.read_text().splitlines())
-
-
-def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch):
+  # One that cannot be written.
   (tmp_path / 'file').touch()
   folder = tmp_path / 'file' / 'cache'
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
@@ -219,7 +108,70 @@ def test_a_folder_that_cannot_be_written(files, tmp_path, monkeypatch):
   assert found.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize('kind', ['file', 'line', 'jsonl', 'split:{'])
+def test_all_that_tokens_depend_on_is_in_the_key(files, cache):
+  class Other(tokenization.ByteTokenizer):
+    identity = 'other'
+
+  def load(where=files, **kwargs):
+    return text.load_corpus(where, cache_dir=cache, **kwargs)
+
+  first = load()
+  load(eval_fraction=0.5)
+  load(documents='line')
+  load(tokenizer=Other())
+  path = files / '3.txt'
+  stat = path.stat()
+  path.write_bytes(path.read_bytes()[::-1])
+  # The size and the time of modification stay.
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+  assert load().train.sha256 != first.train.sha256
+  (files / '9.txt').rename(files / 'a.txt')
+  load()
+  # What looks binary is left out, unless a glob names the file.
+  (files / 'b.png').write_bytes(b'\0' + b'text' * 50)
+  count = lambda corpus: len(corpus.train.names) + len(corpus.eval.names)
+  assert (count(load()), count(load(f'{files}/*'))) == (10, 11)
+  # Two folders with the same names and sizes have tokens each, of one identity.
+  other = files.with_name('elsewhere')
+  shutil.copytree(files, other)
+  assert load(other).train.sha256 == load().train.sha256
+  assert len(names_in(cache)) == 9
+
+
+class Counting(tokenization.ByteTokenizer):
+  """Counts the parts that it encodes, and is interrupted at one of them."""
+
+  identity, count, fails_at = 'counting', 0, 4
+
+  def encode_batch(self, texts):
+    self.count += 1
+    if self.count == self.fails_at:
+      raise KeyboardInterrupt
+    return super().encode_batch(texts)
+
+
+def test_one_of_many_makes_the_tokens_and_a_kill_loses_one_part(
+  files, cache, monkeypatch
+):
+  def load(cache_dir=cache):
+    return text.load_corpus(files, tokenizer=tokenizer, cache_dir=cache_dir)
+
+  tokenizer = Counting()
+  (files / 'large').write_text('word\n' * (2**18))  # Twenty parts.
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**16)
+  with pytest.raises(KeyboardInterrupt):
+    load()
+  with futures.ThreadPoolExecutor(3) as pool:
+    corpora = [*pool.map(lambda _: load(), range(3))]
+  assert len(names_in(cache)) == 1
+  made, tokenizer.count = tokenizer.count - 1, 5
+  whole = load(cache / 'other')
+  assert made == tokenizer.count - 5 > 15
+  for corpus in corpora:
+    assert_same(corpus, whole)
+
+
+@pytest.mark.parametrize('kind', ['jsonl', 'split:{'])
 def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
   """1.5 MB of text, 3 MB of tokens, in 1 MB of memory."""
   line = b'{"text": "%s"}\n' % (b'some words of text ' * 10)

@@ -35,20 +35,12 @@ def lines():
 def train_sentencepiece(path: pathlib.Path, **kwargs) -> pathlib.Path:
   sentencepiece = pytest.importorskip('sentencepiece')
   model = io.BytesIO()
+  options = {'model_type': 'bpe', 'byte_fallback': True, 'vocab_size': 400}
   # Text comes back as it was.
-  options = {
-    'model_type': 'bpe',
-    'byte_fallback': True,
-    'normalization_rule_name': 'identity',
-    'remove_extra_whitespaces': False,
-    'add_dummy_prefix': False,
-  }
+  options |= {'normalization_rule_name': 'identity', 'add_dummy_prefix': False}
+  options |= {'remove_extra_whitespaces': False, 'minloglevel': 2}
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=lines(),
-    model_writer=model,
-    vocab_size=400,
-    minloglevel=2,
-    **(options | kwargs),
+    sentence_iterator=lines(), model_writer=model, **(options | kwargs)
   )
   path.write_bytes(model.getvalue())
   return path
@@ -56,15 +48,14 @@ def train_sentencepiece(path: pathlib.Path, **kwargs) -> pathlib.Path:
 
 def train_huggingface(path: pathlib.Path, *special: str) -> pathlib.Path:
   tokenizers = pytest.importorskip('tokenizers')
+  words = tokenizers.pre_tokenizers.ByteLevel
   model = tokenizers.Tokenizer(tokenizers.models.BPE())
-  model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False
-  )
+  model.pre_tokenizer = words(add_prefix_space=False)
   model.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=400,
     special_tokens=list(special),
-    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    initial_alphabet=words.alphabet(),
     show_progress=False,
   )
   model.train_from_iterator(lines(), trainer)
@@ -77,12 +68,8 @@ def train_huggingface(path: pathlib.Path, *special: str) -> pathlib.Path:
 
 @pytest.fixture(scope='module')
 def huggingface_model(tmp_path_factory):
-  return train_huggingface(
-    tmp_path_factory.mktemp('hf') / 'tokenizer.json',
-    '<unk>',
-    '<|endoftext|>',
-    '<s>',
-  )
+  path = tmp_path_factory.mktemp('hf') / 'tokenizer.json'
+  return train_huggingface(path, '<unk>', '<|endoftext|>', '<s>')
 
 
 @pytest.fixture(params=['bytes', 'stdlib', 'huggingface'])
@@ -92,7 +79,7 @@ def spec(request):
   return request.param
 
 
-def test_text_comes_back(spec):
+def test_text_comes_back_and_decoding_never_fails(spec):
   tokenizer = tokenization.load_tokenizer(spec)
   texts = [*HARD, *lines()]
   batch = tokenizer.encode_batch(texts)
@@ -112,13 +99,19 @@ def test_text_comes_back(spec):
     # Longer than the file's own limit, not filled up to its own length.
     assert max(sizes) > 6
     assert 1 in sizes
+  a, b = (tokenizer.encode(x).tolist() for x in 'ab')
+  foreign = [-1, tokenizer.vocab_size, 2**40]
+  assert tokenizer.decode([*a, *foreign, *b]) == 'a\ufffd\ufffd\ufffdb'
+  assert tokenizer.decode([]) == ''
+  assert isinstance(tokenizer.decode(range(tokenizer.vocab_size)), str)
+  assert tokenizer.decode(tokenizer.encode(b'a\xff')) == 'a\ufffd'
 
 
 BITS = [
   '\n', '\n\n', '\r\n', ' ', '    ', '\t', '#', ')', ':', '"""', 'def ', 'a',
   '.',  '0', '\0', '\xa0', '\u2028', '\u2581', '\ufffd', 'é', '字', '🙂',
   'e\u0301',
-  "'s", '<s>', '<|endoftext|>', b'\xff', b'\xe2', b'\xf0\x9f',
+  "'s", '<s>', '<|endoftext|>', b'\xff', b'\xe2', b'\xf0\x9f'
 ]  # fmt: skip
 
 
@@ -133,20 +126,22 @@ def cut_models(huggingface_model, tmp_path_factory):
   tokenizers = pytest.importorskip('tokenizers')
   normalizers, words = tokenizers.normalizers, tokenizers.pre_tokenizers
   spaces = normalizers.Replace(tokenizers.Regex(' {2,}'), ' ')
-  for name, normalizer, word in (
-    ('Unigram', [normalizers.NFKC(), spaces], words.Metaspace()),
-    ('WordPiece', [normalizers.BertNormalizer()], words.BertPreTokenizer()),
+  for name, normalizer, word, more in (
+    (
+      *('Unigram', [normalizers.NFKC(), spaces], words.Metaspace()),
+      {'unk_token': '[UNK]'},
+    ),
+    (
+      *('WordPiece', [normalizers.BertNormalizer()]),
+      *(words.BertPreTokenizer(), {}),
+    ),
   ):
     model = tokenizers.Tokenizer(getattr(tokenizers.models, name)())
     model.normalizer = normalizers.Sequence(normalizer)
     model.pre_tokenizer = words.Sequence([words.Digits(), word])
-    trainer = getattr(tokenizers.trainers, f'{name}Trainer')(
-      vocab_size=400,
-      special_tokens=['[UNK]', '<s>'],
-      show_progress=False,
-      **({'unk_token': '[UNK]'} if name == 'Unigram' else {}),
-    )
-    model.train_from_iterator(lines(), trainer)
+    more |= {'special_tokens': ['[UNK]', '<s>'], 'show_progress': False}
+    trainer = getattr(tokenizers.trainers, f'{name}Trainer')
+    model.train_from_iterator(lines(), trainer(vocab_size=400, **more))
     specs[name] = folder / f'{name}.json'
     model.save(str(specs[name]))
   return {x: tokenization.load_tokenizer(specs.get(x, x)) for x in NAMES}
@@ -163,20 +158,18 @@ def test_a_cut_text_has_the_same_tokens(cut_models, name, bits):
   assert cuts == sorted({*cuts} & {*range(1, len(text))})
   for cut in cuts:
     parts = tokenizer.encode_parts([text[:cut], text[cut:]], [True, False])
-    np.testing.assert_array_equal(
-      np.concatenate(parts), whole, repr(text[cut:])
-    )
+    found = np.concatenate(parts)
+    np.testing.assert_array_equal(found, whole, repr(text[cut:]))
 
 
-def test_text_has_places_to_cut(cut_models):
+def test_text_has_places_to_cut_unless_a_model_looks_at_the_whole(
+  cut_models, tmp_path
+):
   source = '\n'.join(lines()).encode()
   for name, tokenizer in cut_models.items():
     cuts = tokenizer.find_cuts(source)
     gaps = np.diff(cuts, prepend=0, append=len(source))
     assert gaps.max() < 2000, name
-
-
-def test_models_that_look_at_the_whole_text_cut_nothing(tmp_path):
   for options in (
     {'model_type': 'unigram'},
     {'byte_fallback': False},
@@ -192,35 +185,20 @@ def test_json_files_that_look_across_words_cut_nothing(
   huggingface_model, tmp_path
 ):
   spec = json.loads(huggingface_model.read_bytes())
+  space = {'type': 'Metaspace', 'replacement': '_', 'split': False}
+  pattern = {'type': 'Split', 'pattern': {'Regex': 'x a'}, 'invert': False}
+  strip = {'type': 'Strip', 'strip_left': True, 'strip_right': True}
+  other = {'type': 'Replace', 'pattern': {'String': 'x a'}, 'content': 'y'}
   for change in (
     {'pre_tokenizer': None},
-    {'pre_tokenizer': {
-      'type': 'Metaspace', 'replacement': '_', 'prepend_scheme': 'always',
-      'split': False,
-    }},
-    {'pre_tokenizer': {
-      'type': 'Split', 'pattern': {'Regex': 'x a'}, 'behavior': 'Isolated',
-      'invert': False,
-    }},
-    {'normalizer': {'type': 'Strip', 'strip_left': True, 'strip_right': True}},
-    {'normalizer': {
-      'type': 'Replace', 'pattern': {'String': 'x a'}, 'content': 'y',
-    }},
-  ):  # fmt: skip
+    {'pre_tokenizer': space | {'prepend_scheme': 'always'}},
+    {'pre_tokenizer': pattern | {'behavior': 'Isolated'}},
+    {'normalizer': strip},
+    {'normalizer': other},
+  ):
     (tmp_path / 'a.json').write_text(json.dumps(spec | change))
     tokenizer = tokenization.load_tokenizer(tmp_path / 'a.json')
     assert not tokenizer.find_cuts(b'x a').size, change
-
-
-def test_decode_never_fails(spec):
-  tokenizer = tokenization.load_tokenizer(spec)
-  a, b = (tokenizer.encode(x).tolist() for x in 'ab')
-  foreign = [-1, tokenizer.vocab_size, 2**40]
-  assert tokenizer.decode([*a, *foreign, *b]) == 'a\ufffd\ufffd\ufffdb'
-  assert tokenizer.decode(foreign[:1]) == '\ufffd'
-  assert tokenizer.decode([]) == ''
-  assert isinstance(tokenizer.decode(range(tokenizer.vocab_size)), str)
-  assert tokenizer.decode(tokenizer.encode(b'a\xff')) == 'a\ufffd'
 
 
 def test_identities(spec, tmp_path):
@@ -286,14 +264,9 @@ def test_wrong_specs(tmp_path):
       tokenization.load_tokenizer(spec)
   with pytest.raises(FileNotFoundError, match=r'no\.model'):
     tokenization.load_tokenizer(tmp_path / 'no.model#<s>')
-
-
-@pytest.mark.parametrize(
-  ('library', 'name'), [('sentencepiece', 'a.model'), ('tokenizers', 'a.json')]
-)
-def test_files_that_are_no_models(tmp_path, library, name):
-  pytest.importorskip(library)
-  for data in b'', b'nonsense', b'{}':
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=name):
-      tokenization.load_tokenizer(tmp_path / name)
+  for library, name in ('sentencepiece', 'a.model'), ('tokenizers', 'a.json'):
+    pytest.importorskip(library)
+    for data in b'', b'nonsense', b'{}':
+      (tmp_path / name).write_bytes(data)
+      with pytest.raises(ValueError, match=name):
+        tokenization.load_tokenizer(tmp_path / name)

@@ -1,25 +1,16 @@
-"""What a run prints: lines, the live line on a terminal, the two blocks.
+"""What a run prints: lines, the live line on a terminal, the summary.
 
 `screen` plays what was written to a terminal, so that tests see what a user
 sees.
 """
 
-import contextlib
-import fcntl
 import functools
 import io
 import logging as std_logging
 import math
 import os
-import pathlib
-import pty
 import re
-import signal
-import struct
-import subprocess
 import sys
-import termios
-import threading
 import time
 import types
 from unittest import mock
@@ -31,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxline
 from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
@@ -40,11 +30,9 @@ from jaxline.run_directory import directory
 from jaxline.supervision import preemption
 from tests import processes
 from tests import toys
-from tests.experiments import regression
 
-ROOT = processes.ROOT
-TOY = ROOT / 'tests' / 'programs' / 'toy.py'
-CONFIG = ROOT / 'tests' / 'programs' / 'toy_config.py'
+TOY = processes.ROOT / 'tests' / 'programs' / 'toy.py'
+CONFIG = TOY.with_name('toy_config.py')
 DRAWN_SECS = 0.6  # Longer than it takes until the live line is drawn again.
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
 
@@ -58,7 +46,7 @@ def screen(data):
     if part == '\x1b[J':
       rows[row:] = [rows[row][:column]]
     elif part == '\n':
-      row += 1
+      row, column = row + 1, 0
     elif part == '\r':
       column = 0
     else:
@@ -69,64 +57,20 @@ def screen(data):
   return [line.rstrip() for line in rows]
 
 
-class Terminal:
-  """A pseudo-terminal: `file` writes to it, `text` is what was written."""
+class Terminal(io.StringIO):
+  """A terminal in memory, which has no group of processes."""
 
-  def __init__(self, columns=80):
-    self._controller, terminal = pty.openpty()
-    self.file = os.fdopen(terminal, 'w', encoding='utf-8')
-    self.resize(columns)
-    self._data, self._processes = b'', []
-    self._reader = threading.Thread(target=self._read)
-    self._reader.start()
+  columns = 80
 
-  def resize(self, columns):
-    size = struct.pack('HHHH', 40, columns, 0, 0)
-    fcntl.ioctl(self.file.fileno(), termios.TIOCSWINSZ, size)
+  def isatty(self):
+    return True
 
-  def _read(self):
-    with contextlib.suppress(OSError):  # Nobody has it open any more.
-      while data := os.read(self._controller, 65536):
-        self._data += data
+  def fileno(self):
+    return 99
 
-  @property
-  def text(self):
-    return self._data.decode(errors='replace')
-
-  def wait_for(self, is_there, secs=20):
-    """Waits for a pattern in the text, or for a condition on the screen."""
-    deadline = time.monotonic() + secs
-    while not (
-      re.search(is_there, self.text)
-      if isinstance(is_there, str)
-      else is_there(screen(self.text))
-    ):
-      assert time.monotonic() < deadline, self.text[-4000:]
-      time.sleep(0.01)
-
-  def run(self, command, **kwargs):
-    environment = os.environ | {'PYTHONPATH': str(ROOT), 'TERM': 'xterm'}
-    streams = {'stdin': subprocess.DEVNULL, 'stderr': self.file}
-    process = subprocess.Popen(
-      [sys.executable, '-W', 'ignore', *command],
-      cwd=ROOT,
-      env=environment | {'COLUMNS': ''},
-      stdout=self.file,
-      start_new_session=True,
-      **streams | kwargs,
-    )
-    self._processes.append(process)
-    return process
-
-  def close(self):
-    """Closes it, and returns what it shows."""
-    for process in self._processes:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # Also what it has forked.
-    self.file.close()
-    self._reader.join(60)
-    os.close(self._controller)
-    return screen(self.text)
+  def wait_for(self, shown):
+    """Waits until it shows some lines."""
+    processes.wait_until(lambda: screen(self.getvalue()) == shown, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -135,18 +79,18 @@ def no_columns(monkeypatch):
 
 
 @pytest.fixture
-def terminal():
+def terminal(monkeypatch):
   made = Terminal()
-  yield made
-  if not made.file.closed:
-    made.close()
+  size = lambda fd: os.terminal_size((made.columns, 40))
+  monkeypatch.setattr(os, 'get_terminal_size', size)
+  return made
 
 
 make_config = functools.partial(toys.make_config, 6000)
 
 
 def experiment_of(**attributes):
-  """Returns an object that is enough of an experiment for both blocks."""
+  """Returns an object that is enough of an experiment to print."""
   steps = lambda step, config: step < (config.training_steps or math.inf)
   attributes = {'should_run_step': steps} | attributes
   return experiments.full_experiment(
@@ -169,9 +113,6 @@ def begun(
     lambda: place.saved_step,
   )
   return console, state, place
-
-
-# --- Lines of numbers. ---
 
 
 def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
@@ -282,7 +223,7 @@ def test_the_mode(terminal, monkeypatch):
     ('off', 'xterm', 'off'),
   ):
     monkeypatch.setenv('TERM', term)
-    monkeypatch.setattr(sys, 'stdout', terminal.file if term else None)
+    monkeypatch.setattr(sys, 'stdout', terminal if term else None)
     made = console_lib.Console.make(make_config(console=asked))
     assert made.mode == mode, (asked, term)
 
@@ -301,42 +242,17 @@ def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
   assert len((tmp_path / 'x').read_text().splitlines()) == 4
 
 
-def test_a_pipe_that_nobody_reads_ends_no_run(monkeypatch):
+def test_what_stdout_cannot_take_ends_no_run(monkeypatch):
+  out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
+  monkeypatch.setattr(sys, 'stdout', out)
+  console_lib.Console('plain').print('caf\xe9')
+  assert out.buffer.getvalue() == b'caf?\n'
   reader, writer = os.pipe()
   os.close(reader)
   with os.fdopen(writer, 'w') as out:
     monkeypatch.setattr(sys, 'stdout', out)
     for _ in range(3):
       console_lib.Console('plain').print('x\n' * 100_000)
-
-
-def test_a_text_that_the_terminal_cannot_show_is_no_error(monkeypatch):
-  out = io.TextIOWrapper(io.BytesIO(), encoding='ascii')
-  monkeypatch.setattr(sys, 'stdout', out)
-  console_lib.Console('plain').print('caf\xe9')
-  assert out.buffer.getvalue() == b'caf?\n'
-
-
-def test_the_log_is_quiet_about_the_libraries():
-  library = pathlib.Path(jax.__file__).parent / '_src' / 'xla_bridge.py'
-  own = pathlib.Path(jaxline.__file__).parent
-  for path, level, is_shown in (
-    (own / 'train.py', std_logging.INFO, False),
-    (own / 'metrics' / 'console.py', std_logging.INFO, True),
-    (library, std_logging.INFO, False),
-    (library, std_logging.ERROR, True),
-    (library.parents[2] / 'jaxlike' / 'x.py', std_logging.INFO, True),
-  ):
-    record = std_logging.LogRecord('x', level, str(path), 1, 'text', (), None)
-    assert console_lib.is_shown(record) is is_shown, path
-    more = mock.patch.object(
-      logging, 'get_verbosity', return_value=logging.DEBUG
-    )
-    with more:
-      assert console_lib.is_shown(record)
-
-
-# --- The live line. ---
 
 
 @pytest.fixture
@@ -347,9 +263,9 @@ def live(terminal, monkeypatch):
   def start(draw=lambda width: 'drawn', **streams):
     # Not before: pytest sets both at the beginning of a test.
     for name in ('stdout', 'stderr'):
-      monkeypatch.setattr(sys, name, streams.get(name, terminal.file))
+      monkeypatch.setattr(sys, name, streams.get(name, terminal))
     made.append(live_lib.LiveLine(draw))
-    terminal.wait_for('drawn')
+    terminal.wait_for([draw(79)])
     return made[0]
 
   monkeypatch.setenv('TERM', 'xterm')
@@ -359,168 +275,92 @@ def live(terminal, monkeypatch):
 
 def test_what_is_printed_stands_above_the_live_line(live, terminal):
   logger = std_logging.getLogger('tests.console.named')
-  handler = std_logging.StreamHandler(terminal.file)
+  handler = std_logging.StreamHandler(terminal)
   logger.addHandler(handler)
-  write = terminal.file.write
+  write = terminal.write
   try:
     line = live()
     print('printed\nlines')
     logger.warning('warn')  # Shorter than what was drawn.
-    for text in ('half', ' a', ' line\n'):
+    for text in ('half', ' a', ' line\n', '\r10% of it', '\r20% of it'):
       sys.stdout.write(text)
-      sys.stderr.flush()
-    for percent in (10, 20):
-      sys.stderr.write(f'\r{percent}% of it')
-    sys.stderr.flush()
-    terminal.wait_for('20% of it')
+    shown = ['printed', 'lines', 'warn', 'half a line']
     time.sleep(DRAWN_SECS)
-    assert screen(terminal.text)[4:] == ['20% of it']  # A progress bar.
+    # A progress bar is left alone.
+    assert screen(terminal.getvalue()) == [*shown, '20% of it']
     sys.stderr.write('\r100% of it\n')
-    terminal.wait_for(lambda shown: shown[4:] == ['100% of it', 'drawn'])
+    terminal.wait_for([*shown, '100% of it', 'drawn'])
     line.stop()
     print('after')
   finally:
     logger.removeHandler(handler)
-  assert terminal.file.write == write
-  assert terminal.close() == [
-    'printed', 'lines', 'warn', 'half a line', '100% of it', 'after', '',
-  ]  # fmt: skip
+  assert terminal.write == write
+  terminal.wait_for([*shown, '100% of it', 'after', ''])
 
 
-def test_a_resized_terminal_gets_a_line_that_fits(live, terminal):
-  to_a_file = io.StringIO()
-  line = live(lambda width: 'drawn'.ljust(width, '-'), stderr=to_a_file)
-  print('an error', file=sys.stderr)  # It is no terminal: it is left alone.
-  for columns, width in ((30, 30), (0, 80)):  # 0: it does not know.
-    terminal.resize(columns)
-    expected = ['drawn'.ljust(width - 1, '-')]
-    terminal.wait_for(lambda shown, expected=expected: shown == expected)
-  line.stop()
-  assert terminal.close() == ['']
-  assert to_a_file.getvalue() == 'an error\n'
+@pytest.mark.parametrize('has_debugger', [True, False])
+def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
+  has_debugger, live, terminal, monkeypatch
+):
+  live()
+  group = [os.getpgrp() + (not has_debugger)]
+  monkeypatch.setattr(os, 'tcgetpgrp', lambda fd: group[0])
+  names = {'__name__': 'pdb' if has_debugger else 'x', 'sleep': time.sleep}
+  exec(f"print('(Pdb)'); sleep({DRAWN_SECS})", names)
+  shown = screen(terminal.getvalue())
+  group[0] = os.getpgrp()
+  print('typed')
+  assert shown == ['(Pdb)', '']
+  terminal.wait_for(['(Pdb)', 'typed', 'drawn'])  # It is back.
 
 
-@pytest.mark.process
-def test_in_the_background_nothing_is_drawn(terminal):
-  program = """
-import fcntl, os, signal, sys, termios, time
-from jaxline.metrics import live
-fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-if not (shell := os.fork()):
-  signal.pause()
-os.setpgid(shell, shell)
-def give_to(group, text):
-  os.tcsetpgrp(1, group)
-  os.write(1, text)
-  time.sleep(0.6)  # Longer than two refreshes.
-give_to(shell, b'$ python train.py &\\n')
-line = live.LiveLine(lambda width: 'drawn')
-give_to(shell, b'$ typed')
-print(' by the user')
-give_to(os.getpgrp(), b'$ fg\\n')
-print('printed')
-give_to(shell, b'^Z\\x1b[J\\n$ typed')
-print(' again', end='')
-line.stop()
-os.kill(shell, signal.SIGKILL)
-os.wait()
-print()
-"""
-  assert terminal.run(['-c', program]).wait(60) == 0, terminal.text
-  shown = terminal.close()
-  background, front = terminal.text.split('$ fg')
-  front, later = front.split('^Z\x1b[J')
-  assert 'drawn' in front
-  assert '\x1b' not in background + later
-  assert shown == [
-    '$ python train.py &', '$ typed by the user', '$ fg', 'printed', '^Z',
-    '$ typed again', '',
-  ]  # fmt: skip
-
-
-# --- The start block and the summary. ---
-
-
-def test_the_start_block_of_a_sharded_run(capsys):
-  config = make_config(
-    sharding='fsdp', checkpoint_dir=f'{os.getcwd()}/runs/a', writers=('jsonl',)
-  )
-  experiment = regression.Regression(
-    'train', jax.random.PRNGKey(0), run_config=config
-  )
-  experiment.data_summary = '690 documents'
-  origin = console_lib.Origin((), 'configs/x.py', {'sharding': 'fsdp'})
-  console_lib.Console('plain', origin).begin(config, experiment)
-  assert capsys.readouterr().out.splitlines() == [
-    'Experiment:    tests.experiments.regression:Regression',
-    'Config:        configs/x.py, sharding=fsdp',
-    'Devices:       2 x cpu',
-    'Mesh:          data 2; sharding fsdp',
-    'Parameters:    36 (144 B) in 2 arrays; 1 split over devices',
-    'Data:          690 documents',
-    'Run directory: runs/a',
-  ]
-
-
-RECORDED = 'python x.py --jaxline_run=DIR'
-OWN = 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR'
-SAME = 'the same command with --config.checkpoint_dir=DIR'
-MORE = ' --config.training_steps=12 --config.on_config_change=continue'
-EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
 STOP = preemption.Preempted(75, '')
-FIT = "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR'"
-MORE_FIT = ", 'training_steps': 12, 'on_config_change': 'continue'})"
-LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
+FLAGS = 'python', 'x.py', '--exp=A'
+PARTS = {
+  'RUN': 'python x.py --jaxline_run=DIR',
+  'TRAIN': 'python x.py --jaxline_mode=train --jaxline_run=DIR',
+  'OWN': 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR',
+  'SAME': 'the same command with --config.checkpoint_dir=DIR',
+  'MORE': ' --config.training_steps=12 --config.on_config_change=continue',
+  'EVAL': ' --jaxline_mode=eval --config.one_off_evaluate',
+  'FIT': "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR',"
+  " 'training_steps': 12, 'on_config_change': 'continue'})",
+  'LOOK': "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)",
+}
 
 
 @pytest.mark.parametrize(
-  ('command', 'how', 'expected'),
+  ('command', 'how', 'go_on', 'look'),
   [
-    (COMMAND, {}, [RECORDED, RECORDED + EVAL]),
+    (COMMAND, {}, '{RUN}', '{RUN}{EVAL}'),
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
-      {'is_over': True},
-      [
-        'python x.py --jaxline_mode=train --jaxline_run=DIR' + MORE,
-        RECORDED + EVAL,
-      ],
+      *({'is_over': True}, '{TRAIN}{MORE}', '{RUN}{EVAL}'),
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
-      {'decode': print},
-      [RECORDED, RECORDED + ' --jaxline_mode=decode'],
+      *({'decode': print}, '{RUN}', '{RUN} --jaxline_mode=decode'),
     ),
     # The processes do not know the launcher's command.
-    (COMMAND, {'processes': 2, 'is_over': True}, [SAME + MORE, SAME + EVAL]),
+    (
+      *(COMMAND, {'processes': 2, 'is_over': True}),
+      *('{SAME}{MORE}', '{SAME}{EVAL}'),
+    ),
     # Flags of the program make those of the config.
     (
-      (
-        'python',
-        'x.py',
-        '--exp=A',
-        '--config.training_steps',
-        '6',
-        '--config.a=1',
-      ),
-      {'is_over': True},
-      [OWN + MORE, OWN + EVAL],
+      (*FLAGS, '--config.training_steps', '6', '--config.a=1'),
+      *({'is_over': True}, '{OWN}{MORE}', '{OWN}{EVAL}'),
     ),
-    (
-      ('python', 'x.py', '--exp=A'),
-      {'is_over': True, 'processes': 2},
-      [SAME + MORE, SAME + EVAL],
-    ),
-    ((), {'is_over': True}, [FIT + MORE_FIT, LOOK]),
+    ((), {'is_over': True}, '{FIT}', '{LOOK}'),
     # The experiment has decided that it is over.
-    ((), {'is_over': True, 'training_steps': None}, [None, LOOK]),
-    ((), {'is_over': True, 'stopped': 'enough'}, [None, LOOK]),
+    ((), {'is_over': True, 'training_steps': None}, '', '{LOOK}'),
+    ((), {'is_over': True, 'stopped': 'enough'}, '', '{LOOK}'),
     # Without a checkpoint there is nothing to go on from.
-    (COMMAND, {'saved': None}, [None, None]),
+    (COMMAND, {'saved': None}, '', ''),
   ],
 )
 def test_the_next_commands(
-  command, how, expected, tmp_path, monkeypatch, capsys
+  command, how, go_on, look, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
   experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
@@ -533,9 +373,9 @@ def test_the_next_commands(
   error = None if how.get('is_over') else STOP
   console.__exit__(type(error), error, None)
   out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
-  name = 'Decode' if 'decode' in how else 'Evaluate'
-  labels = ('Continue:', f'{name}:'.ljust(9))
-  shown = [f'{k} {x}' for k, x in zip(labels, expected, strict=True) if x]
+  name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
+  texts = ('Continue: ', go_on), (f'{name} ', look)
+  shown = [name + text.format(**PARTS) for name, text in texts if text]
   shown.append('Results:  python -m jaxline.runs compare DIR')
   assert out[out.index('Run directory: DIR') + 1 :] == shown
 
@@ -563,30 +403,14 @@ def test_the_summary_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out == ''
 
 
-# --- Whole runs. ---
-
-
-def arguments(run_dir, *args, mode='train'):
-  return [
-    f'--config={CONFIG}',
-    f'--config.checkpoint_dir={run_dir}',
-    f'--jaxline_mode={mode}',
-    *args,
-  ]
-
-
-def run(*args, **kwargs):
-  return processes.run(TOY, 'sharded', 'direct', *arguments(*args, **kwargs))
-
-
 @pytest.mark.process
 def test_a_run_in_a_pipe(tmp_path):
-  result = run(
-    tmp_path,
-    '--config.training_steps=4',
+  where = f'--config={CONFIG}', f'--config.checkpoint_dir={tmp_path}'
+  result = processes.run(
+    *(TOY, 'sharded', 'direct', *where, '--jaxline_mode=train_and_eval'),
+    '--config.training_steps=5',
     '--config.log_tensors_interval=2',
     '--config.eval_interval=300',  # The file has 2.
-    mode='train_and_eval',
   )
   assert result.returncode == 0, result.stderr
   (warning,) = result.stderr.splitlines()  # Of the toy's input.
@@ -594,75 +418,18 @@ def test_a_run_in_a_pipe(tmp_path):
   out = result.stdout.splitlines()
   first = out.index('Compiling the train step...')
   config = ' '.join(line.strip() for line in out[1:first])
-  assert 'training_steps=4' in config
+  assert 'training_steps=5' in config
   assert f'Run directory: {tmp_path}' in config
   # The numbers of these lines have tests of their own above.
   starts = [
-    'Compiled in ', 'step 2 of 4 ', 'step 4 of 4 ', 'eval step 4 | loss ',
-    'New best loss: ', 'Trained to step 4 of 4 ', 'Best loss: ',
-    'Mean loss over the last 2 steps: ', 'Time: ',
+    'Compiled in ', 'step 2 of 5 ', 'step 4 of 5 ',
+    'step 5 of 5 (100%) | loss ',  # The last one, though no interval ends.
+    'eval step 5 | loss ', 'New best loss: ', 'Trained to step 5 of 5 ',
+    'Best loss: ', 'Mean loss over the last ', 'Time: '
   ]  # fmt: skip
   for start, line in zip(starts, out[first + 1 :], strict=False):
     assert line.startswith(start)
   commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', result.stdout, re.M))
-  where = f' --jaxline_run={tmp_path}'
-  assert commands['Evaluate'].endswith(where + EVAL)
-  assert commands['Continue'].endswith(where + MORE.replace('12', '8'))
-  # And so it goes on.
-  again = run(tmp_path, '--config.training_steps=5', '--verbosity=1')
-  first, second = again.stdout.split('Start:         step 4 of 5, resumed\n')
-  assert 'Restoring the newest checkpoint...' in first
-  # It prints the last step, although no interval ends there.
-  assert re.search(r'^step 5 of 5 \(100%\) \| loss ', second, re.MULTILINE)
-  assert 'training loop starting...' in again.stderr
-
-
-DEBUGGED = f"""
-import sys
-sys.path.insert(0, {str(TOY.parent)!r})
-from absl import logging
-import toy
-from jaxline import platform
-class Mine(toy.Sharded):
-  def step(self, *, global_step, rng, writer):
-    if global_step == 30:
-      breakpoint()
-    if global_step == 60:
-      raise ValueError('the end')
-    if global_step % 10 == 9:
-      print('print of step', global_step)
-      logging.warning('warning of step %d', global_step)
-    return super().step(global_step=global_step, rng=rng, writer=writer)
-platform.main(Mine, sys.argv[1:])
-"""
-
-
-@pytest.mark.process
-def test_a_run_on_a_terminal_in_a_debugger_that_fails(tmp_path, terminal):
-  slow = '--config.experiment_kwargs.config.step_secs=0.03'
-  args = arguments(tmp_path, slow, '--config.training_steps=99')
-  process = terminal.run(
-    ['-c', DEBUGGED, *args], stdin=subprocess.PIPE, text=True
-  )
-  try:
-    terminal.wait_for(r'\(Pdb\) ', 60)
-    shown = screen(terminal.text)
-    at = shown.index('(Pdb)')
-    assert 'step(' in shown[at - 1] or '->' in shown[at - 1]
-    time.sleep(DRAWN_SECS)
-    assert screen(terminal.text) == shown  # The live line is hidden.
-    process.stdin.write('p "step", global_step\nc\n')
-    process.stdin.close()
-    terminal.wait_for(r"\('step', 30\)[^$]*step [45]\d of 99")  # It is back.
-    assert process.wait(60) == 1, terminal.text
-  finally:
-    process.kill()
-  shown = '\n'.join(terminal.close()).strip()
-  # Whole lines, in order, and nothing left of what was drawn.
-  lines = re.findall(r'^(?:print|W.*\] warning) of step (\d+)$', shown, re.M)
-  assert lines == [str(step) for step in range(9, 60, 10) for _ in 'pw']
-  # The error comes after the summary.
-  before, after = shown.split('Failed at step 60 of 99 (61%) in ')
-  assert 'Traceback' not in before
-  assert 'Results: ' in after
-  assert after.splitlines()[-1].endswith('the end')
+  more, where = PARTS['MORE'].replace('12', '10'), f' --jaxline_run={tmp_path}'
+  assert commands['Evaluate'].endswith(where + PARTS['EVAL'])
+  assert commands['Continue'].endswith(where + more)

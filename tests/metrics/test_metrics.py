@@ -59,14 +59,6 @@ def test_weights_that_do_not_fit_are_refused():
       metrics.Mean.of(jnp.ones(values), jnp.ones(weights))
 
 
-def test_sets_of_other_names_are_not_added():
-  one = {'x': metrics.Mean.of(1.0)}
-  both = {**one, 'y': metrics.Mean.of(1.0)}
-  for pair in ((one, both), (both, one)):
-    with pytest.raises(KeyError, match='y'):
-      metrics.add(*pair)
-
-
 def test_a_scalar_counts_as_much_as_the_weights_of_its_batch():
   full, short = (
     metrics.complete({'x': jnp.float32(x)}, jnp.float32(weights))
@@ -74,3 +66,11 @@ def test_a_scalar_counts_as_much_as_the_weights_of_its_batch():
   )
   both = metrics.add(full, short)
   assert float(both['x'].compute()) == (2 * 3 + 6 * 1) / 4
+
+
+def test_sets_of_other_names_are_not_added():
+  one = {'x': metrics.Mean.of(1.0)}
+  both = {**one, 'y': metrics.Mean.of(1.0)}
+  for pair in ((one, both), (both, one)):
+    with pytest.raises(KeyError, match='y'):
+      metrics.add(*pair)

@@ -8,12 +8,7 @@ import pytest
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.metrics import values
 
-GIVEN = {
-  'loss': 1 / 3,
-  'nan': float('nan'),
-  'tiny': 1e-45,
-  'zero': -0.0,
-}
+GIVEN = {'loss': 1 / 3, 'nan': float('nan'), 'tiny': 1e-45, 'zero': -0.0}
 COUNTS = {'count': 2**31 - 1, 'minus': -1}
 
 
@@ -79,12 +74,3 @@ def test_a_copy_and_more_entries_leave_it_packed(packed):
   shown = values.to_scalars(more)
   assert {'loss', 'tiny'}.isdisjoint(shown)
   assert shown['tiny/kl'] == 2.0
-
-
-def test_to_jax_it_is_a_dict(packed):
-  paths = [path for path, _ in jax.tree.leaves_with_path(packed)]
-  expected = {**GIVEN, **COUNTS, 'is_odd': True, 'row': np.arange(3.0)}
-  assert paths == [path for path, _ in jax.tree.leaves_with_path(expected)]
-  on_host = jax.tree.map(np.asarray, packed)
-  assert type(on_host) is dict
-  assert bits(on_host) == bits(GIVEN | COUNTS)

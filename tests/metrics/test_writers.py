@@ -9,7 +9,6 @@ import math
 import os
 import pathlib
 import resource
-import shutil
 import tempfile
 import threading
 import time
@@ -33,7 +32,6 @@ from jaxline.metrics import periodic
 from jaxline.metrics import tensorboard
 from jaxline.metrics import writers
 from jaxline.parallel import devices
-from tests import processes
 
 with warnings.catch_warnings():
   # The reader only; what we write with stays under warnings as errors.
@@ -67,16 +65,10 @@ def gate() -> Iterator[threading.Event]:
 
 def _load(directory: Any) -> event_accumulator.EventAccumulator:
   """Reads a directory as it stands, values as they were written."""
+  kinds = ('scalars', 'tensors', 'images')
   return event_accumulator.EventAccumulator(
-    str(directory), size_guidance=dict.fromkeys(_KINDS, 0)
+    str(directory), size_guidance=dict.fromkeys(kinds, 0)
   ).Reload()
-
-
-_KINDS = (
-  event_accumulator.SCALARS,
-  event_accumulator.TENSORS,
-  event_accumulator.IMAGES,
-)
 
 
 def _scalars(directory: Any, tag: str) -> list[tuple[int, float]]:
@@ -99,19 +91,15 @@ def _lines(path: pathlib.Path) -> list[dict[str, Any]]:
 class _Recorder(writers.Backend):
   """Keeps every call; waits at `gate` and fails at `failing`."""
 
-  def __init__(
-    self, gate: threading.Event | None = None, failing: Any = None
-  ) -> None:
+  def __init__(self, gate: Any = None, failing: Any = None) -> None:
     self.calls: list[tuple[Any, ...]] = []
     self.gate, self.failing = gate, failing
-    self.entered = threading.Event()
-    self.threads: set[str] = set()
+    self.entered, self.threads = threading.Event(), set[str]()
 
   def _take(self, *call: Any) -> None:
     self.threads.add(threading.current_thread().name)
     self.entered.set()
-    if self.gate is not None:
-      assert self.gate.wait(_TIMEOUT)
+    assert self.gate is None or self.gate.wait(_TIMEOUT)
     if call[:2] == self.failing:
       raise OSError('disk on fire')
     self.calls.append(call)
@@ -124,14 +112,10 @@ class _Recorder(writers.Backend):
     self._take('resume', step, lengths)
 
   def flush(self) -> dict[str, int]:
-    self._take('flush')
-    return {}
+    return self._take('flush') or {}
 
   def close(self) -> None:
     self._take('close')
-
-
-# --- Conversion. ---
 
 
 def test_to_scalars_takes_every_kind_of_number():
@@ -139,14 +123,11 @@ def test_to_scalars_takes_every_kind_of_number():
     (3, 3),
     (2**53 + 1, 9007199254740993),
     (True, 1),
-    (0.5, 0.5),
     (math.inf, math.inf),
     (np.float16(0.25), 0.25),
-    (np.int8(-7), -7),
     (np.uint64(2**64 - 1), 18446744073709551615),
     (np.bool_(True), 1),
     (np.array([[2.5]], np.float32), 2.5),
-    (jnp.array(-2.0, jnp.bfloat16), -2.0),
     (np.asarray(jnp.array([0.75], jnp.bfloat16)), 0.75),
     (jnp.array([9], jnp.int32), 9),
     (jnp.array(-3, jnp.int4), -3),
@@ -171,9 +152,6 @@ def test_what_is_no_number_is_skipped_with_one_warning_a_name(caplog):
       got = writers.to_scalars({'good': 1, 'nest': {name: value}, 'last': 2})
       assert got == {'good': 1, 'last': 2}
     assert sum(f'"nest/{name}"' in x for x in caplog.messages) == 1
-
-
-# --- TensorBoard. ---
 
 
 def _tensorboard(directory: Any) -> writers.MetricWriter:
@@ -211,29 +189,32 @@ def _decode(directory: Any, tag: str) -> list[np.ndarray]:
   return images
 
 
-def test_tensorboard_images_are_pixel_exact(tmp_path):
+def test_tensorboard_images_are_pixel_exact_and_texts_verbatim(tmp_path):
   grey = np.arange(6, dtype=np.uint8).reshape(2, 3) * 50
   rgb = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14
   rgba = np.arange(5 * 2 * 3 * 4, dtype=np.uint8).reshape(5, 2, 3, 4) * 2
   images = {
-    'grey': (grey, grey[None]),
     'rgb': (rgb, rgb[None]),
     'rgba': (jnp.asarray(rgba), rgba),
     'column': (grey[:, :, None], grey[None]),
     # 0.2 * 255 = 51 exactly; 0.5 * 255 = 127.5 rounds to even, 128.
     'float': (jnp.array([[0.0, 0.2, 0.5, 1.0]]), [[[0, 51, 128, 255]]]),
-    'rounding': (np.array([[-0.004, 1.004]]), [[[0, 255]]]),
     'bool': (np.array([[True, False]]), [[[255, 0]]]),
-    'range': (np.array([[-3.0, 0.2, 200.0, np.nan]]), [[[0, 51, 255, 0]]]),
+    'range': (np.array([[-3.0, 1.004, 200.0, np.nan]]), [[[0, 255, 255, 0]]]),
   }
+  text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
   with _tensorboard(tmp_path) as writer:
     writer.write_images(9, {name: image for name, (image, _) in images.items()})
+    writer.write_texts(2, {'sample': text})
   accumulator = _load(tmp_path)
   assert accumulator.Tensors('rgba')[0].step == 9
-  metadata = accumulator.SummaryMetadata('rgba')
-  assert metadata.plugin_data.plugin_name == 'images'
+  for name, plugin in ('rgba', 'images'), ('sample', 'text'):
+    data = accumulator.SummaryMetadata(name).plugin_data
+    assert data.plugin_name == plugin
   for name, (_, expected) in images.items():
     np.testing.assert_array_equal(_decode(tmp_path, name), expected)
+  block = _tensor(tmp_path, 'sample').item().decode('utf-8')
+  assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
 
 
 def test_images_that_cannot_be_shown_are_refused_where_they_are_written():
@@ -245,38 +226,37 @@ def test_images_that_cannot_be_shown_are_refused_where_they_are_written():
         writer.write_images(0, {'x': image})
 
 
-def test_tensorboard_texts_are_shown_verbatim(tmp_path):
-  text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
-  with _tensorboard(tmp_path) as writer:
-    writer.write_texts(2, {'sample': text})
-  block = _tensor(tmp_path, 'sample').item().decode('utf-8')
-  assert block == ('    def f(x):\n      return *x*\n    \n    # <b>end</b>?')
-  metadata = _load(tmp_path).SummaryMetadata('sample')
-  assert metadata.plugin_data.plugin_name == 'text'
-
-
-# --- Files. ---
-
-
 def _jsonl(directory: pathlib.Path) -> writers.Backend:
   return writers.JsonlWriter(directory / 'metrics.jsonl')
-
-
-both = pytest.mark.parametrize('make', [tensorboard.TensorBoardWriter, _jsonl])
 
 
 def _record(step: int) -> list[files.Record]:
   return [files.Record('scalars', step, 0.0, {'a': step})]
 
 
-@both
-def test_a_deleted_directory_is_an_error(make, tmp_path):
-  backend = make(tmp_path / 'run')
-  backend.write(_record(0))
-  shutil.rmtree(tmp_path / 'run')
-  for act in backend.flush, backend.close:
-    with pytest.raises(FileNotFoundError, match='/run'):
-      act()
+def test_jsonl_records(set_clock, tmp_path):
+  path = tmp_path / 'run' / 'metrics.jsonl'
+  clock = itertools.count(1.5)
+  set_clock(lambda: next(clock))
+  numbers = {'loss': jnp.float32(0.5), 'big': 2**53 + 1}
+  numbers |= {'nan': np.float32('nan'), 'up': math.inf}
+  numbers |= {'down': {'x': -math.inf}, 'step': 12, 'kind': 3}
+  with writers.MetricWriter(writers.JsonlWriter(path)) as writer:
+    writer.write_scalars(jnp.array([7, 7]), numbers)
+    writer.write_texts(8, {'sample': 'a "b"\nc\ud800', 'time': 'noon'})
+    writer.write_images(9, {'x': np.zeros((2, 4, 5, 3), np.uint8)})
+    writer.write_scalars(11, {'none': np.zeros(3)})
+  assert _lines(path) == [
+    {'step': 7, 'time': 1.5, 'kind': 'scalars', 'loss': 0.5}
+    | {'big': 9007199254740993, 'nan': 'NaN', 'up': 'Infinity'}
+    | {'down/x': '-Infinity', 'scalars/step': 12, 'scalars/kind': 3},
+    {'step': 8, 'time': 2.5, 'kind': 'texts', 'sample': 'a "b"\nc?'}
+    | {'texts/time': 'noon'},
+    {'step': 9, 'time': 3.5, 'kind': 'images', 'x': [2, 4, 5, 3]},
+  ]
+
+
+both = pytest.mark.parametrize('make', [tensorboard.TensorBoardWriter, _jsonl])
 
 
 @both
@@ -320,24 +300,13 @@ def test_a_full_disk_is_an_error_and_spares_whole_records(make, tmp_path):
   assert steps == [0, 1, 2, 3]
 
 
-# --- Resuming. ---
-
-
-def _reader(directory: Any) -> Any:
-  """Returns TensorBoard's own, which keeps a directory open."""
-  return plugin_event_accumulator.EventAccumulator(
-    str(directory), size_guidance={plugin_event_accumulator.TENSORS: 0}
-  )
-
-
 def _seen(reader: Any) -> list[tuple[int, float]]:
   """Returns (step, value) of the tag 'a'."""
   reader.Reload()
   has_any = 'a' in reader.Tags()['tensors']
-  return [
-    (e.step, float(tensor_util.make_ndarray(e.tensor_proto)))
-    for e in (reader.Tensors('a') if has_any else ())
-  ]
+  events = reader.Tensors('a') if has_any else ()
+  to_array = tensor_util.make_ndarray
+  return [(e.step, float(to_array(e.tensor_proto))) for e in events]
 
 
 _ACTIONS = st.lists(
@@ -348,51 +317,53 @@ _ACTIONS = st.lists(
 )
 
 
-def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it():
-  @hypothesis.settings(
-    max_examples=30, derandomize=True, deadline=None, database=None
-  )
-  @hypothesis.given(_ACTIONS)
-  def check(actions: list[Any]) -> None:
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-      run = pathlib.Path(name)
+@hypothesis.settings(
+  max_examples=20, derandomize=True, deadline=None, database=None
+)
+@hypothesis.given(_ACTIONS)
+def test_a_log_that_is_cut_to_a_mark_has_the_records_before_it(
+  actions: list[Any],
+) -> None:
+  with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    run = pathlib.Path(name)
 
-      def start() -> writers.MetricWriter:
-        lines = writers.JsonlWriter(run / 'm.jsonl')
-        writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
-        return stack.enter_context(writer)
+    def start() -> writers.MetricWriter:
+      lines = writers.JsonlWriter(run / 'm.jsonl')
+      writer = writers.MetricWriter(tensorboard.TensorBoardWriter(run), lines)
+      return stack.enter_context(writer)
 
-      reader, writer, values = _reader(run), start(), itertools.count()
-      expected: list[tuple[int, float]] = []
-      marks: list[tuple[Any, list[tuple[int, float]]]] = []
-      for action in [*actions, 'write', 'see']:
-        if action == 'write':
-          point = (len(expected), float(next(values)))
-          writer.write_scalars(point[0], {'a': point[1]})
-          expected = [*expected, point]
-        elif action == 'mark':
-          marks.append((writer.flush_async(), expected))
-        elif action == 'see':
-          writer.flush()
-          assert _seen(reader) == expected
-        else:
-          writer.close()
-          for path in run.iterdir():  # Killed within a record.
-            path.write_bytes(path.read_bytes() + b'{"st')
-          del marks[action:]
-          flushed, expected = marks[-1] if marks else (dict, [])
-          writer = start()
-          writer.resume(len(expected) - 1, flushed())
-      assert _scalars(run, 'a') == expected
-      assert [(x['step'], x['a']) for x in _lines(run / 'm.jsonl')] == expected
-
-  check()
+    # TensorBoard's own reader, which keeps a directory open.
+    reader = plugin_event_accumulator.EventAccumulator(
+      str(run), size_guidance={plugin_event_accumulator.TENSORS: 0}
+    )
+    writer, values = start(), itertools.count()
+    expected: list[tuple[int, float]] = []
+    marks: list[tuple[Any, list[tuple[int, float]]]] = []
+    for action in [*actions, 'write', 'see']:
+      if action == 'write':
+        point = (len(expected), float(next(values)))
+        writer.write_scalars(point[0], {'a': point[1]})
+        expected = [*expected, point]
+      elif action == 'mark':
+        marks.append((writer.flush_async(), expected))
+      elif action == 'see':
+        writer.flush()
+        assert _seen(reader) == expected
+      else:
+        writer.close()
+        for path in run.iterdir():  # Killed within a record.
+          path.write_bytes(path.read_bytes() + b'{"st')
+        del marks[action:]
+        flushed, expected = marks[-1] if marks else (dict, [])
+        writer = start()
+        writer.resume(len(expected) - 1, flushed())
+    assert _scalars(run, 'a') == expected
+    assert [(x['step'], x['a']) for x in _lines(run / 'm.jsonl')] == expected
 
 
 def test_only_own_files_are_cut_and_short_ones_stay(tmp_path):
   foreign = [
     'events.out.tfevents.1700000000.host',
-    'events.out.tfevents.1700000000.host.77.0',
     'events.out.tfevents.1700000000.000000.host.77.12345678.v2',
     'events.out.tfevents.1700000000.host.77.12345678',
     'notes.jsonl',
@@ -439,42 +410,6 @@ def test_a_record_behind_one_that_was_cut_is_whole(is_resumed, tmp_path):
     assert prints.stat().st_size % 8 == 0
 
 
-# --- JSONL. ---
-
-
-def test_jsonl_records(set_clock, tmp_path):
-  path = tmp_path / 'run' / 'metrics.jsonl'
-  clock = itertools.count(1.5)
-  set_clock(lambda: next(clock))
-  with writers.MetricWriter(writers.JsonlWriter(path)) as writer:
-    writer.write_scalars(
-      jnp.array([7, 7]),
-      {
-        'loss': jnp.float32(0.5),
-        'big': 2**53 + 1,
-        'nan': np.float32('nan'),
-        'up': math.inf,
-        'down': {'x': -math.inf},
-        'step': 12,
-        'kind': 3,
-      },
-    )
-    writer.write_texts(8, {'sample': 'a "b"\nc\ud800', 'time': 'noon'})
-    writer.write_images(9, {'x': np.zeros((2, 4, 5, 3), np.uint8)})
-    writer.write_scalars(11, {'none': np.zeros(3)})
-  assert _lines(path) == [
-    {'step': 7, 'time': 1.5, 'kind': 'scalars', 'loss': 0.5}
-    | {'big': 9007199254740993, 'nan': 'NaN', 'up': 'Infinity'}
-    | {'down/x': '-Infinity', 'scalars/step': 12, 'scalars/kind': 3},
-    {'step': 8, 'time': 2.5, 'kind': 'texts', 'sample': 'a "b"\nc?'}
-    | {'texts/time': 'noon'},
-    {'step': 9, 'time': 3.5, 'kind': 'images', 'x': [2, 4, 5, 3]},
-  ]
-
-
-# --- The queue. ---
-
-
 _ALL_KINDS = [
   ('scalars', 1, {'a': 1}),
   ('images', 2, {'b': np.zeros((1, 1, 1, 1), np.uint8)}),
@@ -488,13 +423,15 @@ def _write_all_kinds(writer: writers.MetricWriter) -> None:
   writer.write_texts(3, {'c': 'd'})
 
 
-def test_every_kind_reaches_the_backends_in_order():
+def test_every_backend_gets_what_it_takes_in_order():
   recorder, late = _Recorder(), _Recorder()
-  writer = writers.MetricWriter(recorder)
+  some = mock.Mock(['write_scalars'])
+  full = mock.Mock(['write_scalars', 'write_texts', 'flush', 'close'])
+  writer = writers.MetricWriter(recorder, some, full)
   writer.resume(0, {'/a': 1})
   assert recorder.calls == [('resume', 0, {'/a': 1})]  # When it returns.
   _write_all_kinds(writer)
-  writer.flush()
+  assert writer.flush() == {}
   np.testing.assert_equal(recorder.calls[1:], [*_ALL_KINDS, ('flush',)])
   writer.add(late)
   writer.write_texts(4, {'e': 'f'})
@@ -503,27 +440,19 @@ def test_every_kind_reaches_the_backends_in_order():
   assert late.calls == [('texts', 4, {'e': 'f'}), ('close',)]
   assert recorder.calls[4:] == [('flush',), *late.calls]
   assert recorder.threads == {'jaxline-writer'}
+  scalars = mock.call.write_scalars(1, {'a': 1})
+  assert some.mock_calls == [scalars]
+  assert full.mock_calls == [
+    *(
+      mock.call.write_scalars(1, {'a': 1}),
+      mock.call.write_texts(3, {'c': 'd'}),
+    ),
+    *(mock.call.flush(), mock.call.write_texts(4, {'e': 'f'})),
+    *(mock.call.flush(), mock.call.close()),
+  ]
   for method in ('write_scalars', 'write_images', 'write_texts'):
     with pytest.raises(RuntimeError, match=rf'{method} .*after close\(\)'):
       getattr(writer, method)(0, {})
-
-
-@pytest.mark.parametrize(
-  'methods',
-  [['write_scalars'], ['write_scalars', 'write_texts', 'flush', 'close']],
-)
-def test_a_programs_own_writer_gets_what_it_has_methods_for(methods):
-  own = mock.Mock(methods)
-  with writers.MetricWriter(own) as writer:
-    _write_all_kinds(writer)
-    writer.resume(1, {})
-    assert writer.flush() == {}
-  calls = [(call[0], *call[1]) for call in own.mock_calls]
-  kinds = [(f'write_{kind}', *x) for kind, *x in _ALL_KINDS]
-  expected = [x for x in kinds if x[0] in methods]
-  if 'flush' in methods:
-    expected += [('flush',), ('flush',), ('close',)]
-  assert calls == expected
 
 
 def test_a_full_queue_blocks_and_loses_nothing(gate, monkeypatch):
@@ -559,15 +488,13 @@ def test_an_error_on_the_thread_is_raised_on_the_caller(place, gate):
   bad = _Recorder(gate, failing=('scalars', 2) if place == 'backend' else None)
   good = _Recorder()
   writer = writers.MetricWriter(bad, good)
-  for step in (0, 1):
-    writer.write_scalars(step, {'a': 0})
-  flushed = writer.flush_async()
-  writer.put('scalars', 2, {'a': Fault() if place == 'device' else 0})
-  for step in (3, 4):
-    writer.write_scalars(step, {'a': 0})
+  for step in range(5):
+    if step == 2:
+      flushed = writer.flush_async()
+    value = Fault() if (step, place) == (2, 'device') else 0
+    writer.put('scalars', step, {'a': value})
   gate.set()
   flushed()  # The error is of a later step.
-
   for act in (
     writer.flush,
     lambda: writer.write_scalars(5, {'a': 5}),
@@ -603,12 +530,9 @@ def test_what_the_caller_changes_later_is_not_written(gate):
   recorder = _Recorder()
   writer = writers.MetricWriter(recorder)
   writer.executor.put(gate.wait)  # Before anything is converted.
-  array = np.array(1.0)
-  image = np.zeros((2, 2), np.uint8)
-  weight = jnp.zeros((2, 2))
-  step = np.array([5, 5])
-  scalars = {'a': array, 'nest': {'b': array}}
-  texts = {'c': 'd'}
+  step, array = np.array([5, 5]), np.array(1.0)
+  image, weight = np.zeros((2, 2), np.uint8), jnp.zeros((2, 2))
+  scalars, texts = {'a': array, 'nest': {'b': array}}, {'c': 'd'}
   writer.write_scalars(step, scalars)
   writer.write_images(step, {'i': image, 'w': weight})
   writer.write_texts(step, texts)
@@ -621,50 +545,8 @@ def test_what_the_caller_changes_later_is_not_written(gate):
   gate.set()
   writer.close()
   zeros = np.zeros((1, 2, 2, 1), np.uint8)
+  expected = ('scalars', {'a': 1.0, 'nest/b': 1.0}), ('texts', {'c': 'd'})
+  expected = expected[0], ('images', {'i': zeros, 'w': zeros}), expected[1]
   np.testing.assert_equal(
-    recorder.calls[:3],
-    [
-      ('scalars', 5, {'a': 1.0, 'nest/b': 1.0}),
-      ('images', 5, {'i': zeros, 'w': zeros}),
-      ('texts', 5, {'c': 'd'}),
-    ],
+    recorder.calls[:3], [(kind, 5, values) for kind, values in expected]
   )
-
-
-_PROGRAM = """
-import os, sys, time
-import jax.numpy as jnp
-from jaxline.metrics import writers
-
-assert 'tensorflow' not in sys.modules
-
-class Slow(writers.JsonlWriter):
-  def encode(self, record):
-    time.sleep(0.005)
-    return super().encode(record)
-
-writer = writers.MetricWriter(Slow(sys.argv[1]))
-if not (child := os.fork()):
-  for act in (writer.flush, writer.close):
-    try:
-      act()
-    except RuntimeError as error:
-      assert 'fork' in str(error)
-    else:
-      os._exit(1)
-  sys.exit(0)  # The inherited exit handler has nothing to wait for.
-assert os.waitpid(child, 0)[1] == 0
-for step in range(100):
-  writer.write_scalars(jnp.array([step]), {'a': jnp.float32(step)})
-raise SystemExit('the end')
-"""
-
-
-@pytest.mark.process
-def test_the_end_of_the_program_writes_what_is_queued(tmp_path):
-  path = tmp_path / 'm.jsonl'
-  # JAX and Python 3.12 warn of the fork.
-  done = processes.run('-Wignore', '-c', _PROGRAM, path)
-  assert (done.returncode, done.stderr.strip()) == (1, 'the end')
-  points = [(r['step'], r['a']) for r in _lines(path)]
-  assert points == [(n, float(n)) for n in range(100)]

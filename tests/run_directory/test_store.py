@@ -1,7 +1,6 @@
 """Tests of jaxline.run_directory.store: bytes by key, on a disk, in buckets."""
 
 from concurrent import futures
-import contextlib
 import errno
 import os
 
@@ -11,7 +10,6 @@ from jaxline import errors
 from jaxline.base import buckets
 from jaxline.base import disk
 from jaxline.run_directory import store as store_lib
-from tests import processes
 
 NEW = store_lib.NEW
 
@@ -21,26 +19,22 @@ def store(url) -> store_lib.Store:
   return store_lib.at(url)
 
 
-@pytest.mark.parametrize(
-  ('place', 'want'),
-  [
-    ('run', '{cwd}/run'),
-    ('{cwd}/a/../run/', '{cwd}/run'),
+def test_places(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for place, want in (
+    ('run', f'{tmp_path}/run'),
+    (f'{tmp_path}/a/../run/', f'{tmp_path}/run'),
     ('gs://bucket/a/run/', 'gs://bucket/a/run'),
     ('s3://bucket/run', 's3://bucket/run'),
     ('', None),
     ('gs:///', None),
     ('http://b/run', None),
-  ],
-)
-def test_places(place, want, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  place = place.format(cwd=tmp_path)
-  if want is None:
-    with pytest.raises(errors.UsageError, match='checkpoint_dir'):
-      store_lib.at(place)
-  else:
-    assert store_lib.at(place).url == want.format(cwd=tmp_path)
+  ):
+    if want is None:
+      with pytest.raises(errors.UsageError, match='checkpoint_dir'):
+        store_lib.at(place)
+    else:
+      assert store_lib.at(place).url == want
   assert list(tmp_path.iterdir()) == []  # Nothing is touched.
 
 
@@ -48,7 +42,7 @@ def test_values(store):
   assert store.names() == store.names('b') == []
   values = {
     'a': b'1', 'b/c': b'', 'b/d.json': bytes(range(256)), 'b/e/f': b'x' * 70000,
-    'b-': b'2', 'b0': b'3', 'bb/c': b'4',
+    'b-': b'2', 'b0': b'3', 'bb/c': b'4'
   }  # fmt: skip
   for key in values:
     assert store.read(key) is None
@@ -100,19 +94,6 @@ def test_parts(store):
       store.check(f'data/x/{key}', size)
 
 
-# An error of the system is never damage.
-
-
-REQUESTS = {
-  'read': lambda store: store.read('a'),
-  'read_into': lambda store: store.read_into('a', memoryview(bytearray(1))),
-  'write': lambda store: store.write('a', b'2'),
-  'create': lambda store: store.write('a', b'2', NEW),
-  'write_part': lambda store: store.write_part('a', memoryview(b'2')),
-  'delete': lambda store: store.delete('a'),
-}
-
-
 @pytest.fixture
 def impatient(monkeypatch):
   retries = {'max_retries': 2, 'initial_delay': '10ms', 'max_delay': '10ms'}
@@ -120,21 +101,27 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
-@pytest.mark.parametrize('request_of', REQUESTS)
-def test_errors_of_a_bucket(request_of, url, gs, impatient):
-  store, use = store_lib.at(url), REQUESTS[request_of]
+def test_errors_of_a_bucket(url, gs, impatient):
+  store = store_lib.at(url)
   store.write('a', b'1')
-  for status, number in ((403, errno.EACCES), (401, errno.EACCES)):
-    gs.fail_next(1, status)
-    with pytest.raises(OSError, match='x/a') as e:
-      use(store)
-    assert e.value.errno == number
-  gs.fail_next(3, 503)  # As often as it is tried.
-  with pytest.raises(OSError, match='ABORTED'):
-    use(store)
-  assert store.read('a') == b'1'
-  gs.fail_next(1, 503)
-  use(store)
+  for use in (
+    lambda: store.read('a'),
+    lambda: store.read_into('a', memoryview(bytearray(1))),
+    lambda: store.write('a', b'2', NEW),
+    lambda: store.write_part('a', memoryview(b'1')),
+    lambda: store.delete('a'),
+  ):
+    for status in 403, 401:
+      gs.fail_next(1, status)
+      with pytest.raises(OSError, match='x/a') as e:
+        use()
+      assert e.value.errno == errno.EACCES
+    gs.fail_next(3, 503)  # As often as it is tried.
+    with pytest.raises(OSError, match='ABORTED'):
+      use()
+    assert store.read('a') == b'1'
+    gs.fail_next(1, 503)
+    use()
 
 
 @pytest.mark.parametrize('url', ['gs', 's3'], indirect=True)
@@ -160,9 +147,6 @@ def test_an_answer_that_was_lost(url, gs, impatient):
     assert store.versioned('a') == (value, version)
 
 
-# A power loss.
-
-
 def test_a_value_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
   happened = []  # What was synced and renamed, relative to `tmp_path`.
 
@@ -182,19 +166,19 @@ def test_a_value_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
   partial = 'a/b/.c.0.partial'
   assert happened == [
     ('sync', '.'), ('sync', 'a'),  # The names of new directories.
-    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b'),
+    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b')
   ]  # fmt: skip
 
 
-@pytest.mark.parametrize('number', [errno.EINVAL, errno.EIO])
-def test_directories_that_cannot_be_synced(number, tmp_path, monkeypatch):
+def test_directories_that_cannot_be_synced(tmp_path, monkeypatch):
   def fsync(fd):
     raise OSError(number, os.strerror(number))
 
   monkeypatch.setattr(os, 'fsync', fsync)
-  is_failing = number == errno.EIO  # Else the file system cannot do it.
-  expected = pytest.raises(OSError, match='I') if is_failing else None
-  with expected or contextlib.nullcontext():
+  number = errno.EINVAL  # The file system cannot do it.
+  disk.sync_directory(tmp_path)
+  number = errno.EIO
+  with pytest.raises(OSError, match='Input'):
     disk.sync_directory(tmp_path)
 
 
@@ -204,14 +188,3 @@ def test_two_threads_may_write_the_same_note(tmp_path):
     for _ in pool.map(lambda i: store.write('a', b'%d' % i), range(200)):
       pass
   assert os.listdir(tmp_path) == ['a']
-
-
-@pytest.mark.parametrize('url', ['s3'], indirect=True)
-def test_s3_without_profile_files_is_quiet(url, tmp_path):
-  program = f"""
-from jaxline.run_directory import store
-store.at({url!r}).write('a', b'x')
-print(store.at({url!r}).below('b').names(), store.at({url!r}).read('a'))
-"""
-  done = processes.run('-c', program, HOME=str(tmp_path))
-  assert (done.stdout, done.stderr) == ("[] b'x'\n", '')
