@@ -94,7 +94,7 @@ class Heartbeat:
     """Deletes the object, unless a different process owns it."""
     self._stopped.set()
     with self._lock, contextlib.suppress(OSError):
-      if not self._is_lost:
+      if self.is_ours():  # A process that stalled may not know of its loss.
         self._store.delete(self._key)
 
 

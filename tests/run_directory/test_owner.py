@@ -118,7 +118,7 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
   older.check()
   with pytest.raises(owner.ClaimedError):
     owner.Claim(url, 'train')
-  best = owner.Claim(url, 'best')
+  best, unaware = owner.Claim(url, 'best'), owner.Claim(url, 'eval')
   another()
   newer = owner.Claim(url, 'train')
   assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
@@ -127,13 +127,16 @@ def test_who_gives_no_sign_of_life_loses_the_claim(
     with pytest.raises(owner.LostClaimError, match='taken over'):
       older.check()
     newer.check()
-  older.release()
-  newer.check()  # It is still there.
+  newest = owner.Claim(url, 'eval')
+  for claim in older, unaware:
+    claim.release()
+  for claim in newer, newest:
+    claim.check()  # It is still there.
   # That the process is dead is known: nobody waits for its other rights.
   start = clock.now
   owner.Claim(url, 'best').release()
   assert clock.now == start
-  for claim in (best, newer):
+  for claim in (best, newer, newest):
     claim.release()
 
 
