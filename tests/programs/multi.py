@@ -21,7 +21,6 @@ import threading
 import time
 import zlib
 
-import events
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +36,7 @@ from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.supervision import preemption
 from tests.experiments import regression
+from tests.programs import events
 
 WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
 SIGNALS = {

@@ -110,13 +110,6 @@ CASES = {
     pieces=(4, 1, 1),
     collectives=('all-gather', 'all-reduce'),
   ),
-  'tp_on_two': Case(
-    sharding='tp',
-    ici={'mdl': 2},
-    devices=2,
-    pieces=(1, 2, 1),
-    collectives=('all-reduce',),
-  ),
   'fsdp_tp': Case(
     sharding='fsdp_tp',
     ici={'data': 2, 'mdl': 2},
@@ -171,6 +164,13 @@ CASES = {
   'capacity_1x4x2': of_experts('capacity', 'sp', 4, 2, data=1, expert=4, mdl=2),
   'capacity_8x1': of_experts('capacity', 'fsdp_ep', 8, data=8, expert=1),
 }
+
+
+# One of each: a preset of its own, a pipeline, and experts of both kinds.
+MOST = """
+  packed padded fsdp_over_slices fsdp_tp sp circular_pipeline
+  experts experts_2x2x2 capacity capacity_1x4x2
+"""
 
 
 def run(folder, cases):
@@ -262,18 +262,15 @@ def same_bits(a, b):
 # One test: of ten, two workers of pytest-xdist would each run all the cases.
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-  'without',
+  'names',
   [
-    # Meshes between others of experts.
-    pytest.param(
-      {'experts_4x2', 'experts_8x1', 'capacity_8x1'}, marks=pytest.mark.process
-    ),
-    pytest.param(set(), marks=pytest.mark.slow),
+    pytest.param(MOST.split(), marks=pytest.mark.process),
+    pytest.param([*CASES], marks=pytest.mark.slow),
   ],
   ids=['most', 'all'],
 )
-def test_every_way_is_the_same(without, tmp_path):
-  cases = {name: x for name, x in CASES.items() if name not in without}
+def test_every_way_is_the_same(names, tmp_path):
+  cases = {name: CASES[name] for name in names}
   seen, wrong = run(tmp_path, cases), {}
   for name, case in cases.items():
     try:

@@ -6,7 +6,6 @@ several processes are in test_lost_hosts.py, and golden/runs.py has
 the language model.
 """
 
-import importlib
 import json
 import os
 import re
@@ -17,13 +16,16 @@ import jax
 import numpy as np
 import pytest
 
+from jaxline import platform
 from jaxline.runs import explain
 from jaxline.runs import replay
 from tests import processes
 from tests import remains
-from tests import several as multi
+from tests import several
 from tests.experiments import regression
 from tests.programs import hosts
+from tests.programs import multi
+from tests.programs import multi_config
 
 pytestmark = pytest.mark.process
 
@@ -152,48 +154,30 @@ def test_keys_of_steps_are_by_the_number_of_the_device_among_all(four):
       assert process['keys'][mode] == [jax.random.fold_in(key, i).tolist()]
 
 
-SEEN = ('order', 'squares')
-
-
-def fed(directory, processes, steps):
-  return multi.run(
-    directory,
-    'fed',
-    '--config.save_checkpoint_interval=3',
-    processes=processes,
-    steps=steps,
-  )
-
-
-def seen(directory):
-  """Returns step -> what the records of that step's batch add up to."""
-  return {
-    row['step']: {name: row[name] for name in SEEN}
-    for row in remains.curve(directory, 'train')
-    if 'order' in row
-  }
-
-
 @pytest.mark.timeout(300)
 def test_any_number_of_processes_goes_on_with_the_same_rows(
   tmp_path, monkeypatch
 ):
-  directory, straight = tmp_path / 'run', tmp_path / 'straight'
-  fed(straight, 1, 12)  # Three epochs and a half.
+  directory = tmp_path / 'run'
   monkeypatch.setenv('MULTI_WORKERS', '1')
-  fed(directory, 2, 3)
+  several.run(directory, 'fed', processes=2, steps=2)
   monkeypatch.setenv('MULTI_WORKERS', '0')
-  for result in fed(directory, 4, 6):
-    assert result.the('restored')['position'] == 36
-  fed(directory, 1, 12)
-  assert seen(directory) == seen(straight)
+  for result in several.run(directory, 'fed', processes=4, steps=4):
+    assert result.the('restored')['position'] == 2 * multi.GLOBAL_BATCH
+  config = multi_config.get_config()
+  config.update(checkpoint_dir=str(directory), training_steps=9)
+  platform.start(multi.Fed, config, 'train')
+  straight = multi.Numbers(batch_size=multi.GLOBAL_BATCH, is_training=True)
+  places = np.arange(1, multi.GLOBAL_BATCH + 1)
+  batches = [next(straight)['x'] for _ in range(9)]  # Two epochs and a half.
+  want = [(x @ places, x @ x) for x in batches]
+  curve = remains.curve(directory, 'train')
+  assert [(row['order'], row['squares']) for row in curve] == want
   # A step of four processes is explained by one, which has all rows.
-  monkeypatch.syspath_prepend(multi.PROGRAM.parent)
-  experiment_class = importlib.import_module('multi').Fed
-  with replay.open_replay(directory, 6, experiment_class) as found:
-    rows = explain.explain(found, 6)
-  numbers = [int(row.where.removeprefix('record ')) for row in rows]
-  assert sum(n * n for n in numbers) == seen(straight)[6]['squares']
+  with replay.open_replay(directory, 4, multi.Fed) as found:
+    rows = explain.explain(found, 4)
+  numbers = {int(row.where.removeprefix('record ')) for row in rows}
+  assert numbers == {*batches[3]}
 
 
 @pytest.mark.parametrize(
