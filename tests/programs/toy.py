@@ -36,12 +36,6 @@ class Sharded(regression.Regression):
     self.config = config
     super().__init__(mode, init_rng, run_config=run_config, sharding='fsdp')
 
-  def loss_fn(self, params, *args):
-    if self.config.show_values:
-      print(f'loss_fn sees {params["w"]!r}', flush=True)
-    loss, values, state = super().loss_fn(params, *args)
-    return loss, {'loss': values['loss']}, state
-
   def train_input(self):
     for number, batch in enumerate(super().train_input()):
       fault(self.config, 'input', number)
@@ -65,16 +59,13 @@ class PerDevice(experiment.AbstractExperiment):
   def __init__(self, mode, init_rng, config):
     super().__init__(mode=mode, init_rng=init_rng)
     self.config = config
-    n = jax.local_device_count()
-    w = jax.random.normal(init_rng, [4])
-    self._w = jax.pmap(lambda x: x)(jnp.stack([w] * n))
+    self._w = utils.bcast_local_devices(jax.random.normal(init_rng, [4]))
     self.update = jax.pmap(self._update, axis_name='i', donate_argnums=0)
 
   def _update(self, w, rng):
     def loss_fn(w):
       x = jax.random.normal(rng, [4, 4])
-      if self.config.show_values:
-        print(f'loss_fn sees {w!r}', flush=True)
+
       return jnp.square(x * w[None] - 2 * x).mean()
 
     loss, grad = jax.value_and_grad(loss_fn)(w)
