@@ -11,7 +11,6 @@ import optax
 
 from jaxline import metrics
 from jaxline import sharded
-from jaxline.parallel import partitioning
 from tests.experiments import regression
 
 FEATURES, HIDDEN = 2, 32
@@ -45,11 +44,10 @@ class Gan(sharded.ShardedExperiment):
 
   def init_fn(self, rng):
     rngs = jax.random.split(rng)
-    w_in = 0.7 * jax.random.normal(rngs[0], [FEATURES, HIDDEN])
     params = {
       'generator': {'w': jnp.eye(FEATURES), 'b': jnp.zeros([FEATURES])},
       'discriminator': {
-        'in': partitioning.Logical(w_in, (None, 'embed')),
+        'in': 0.7 * jax.random.normal(rngs[0], [FEATURES, HIDDEN]),
         'bias': jnp.zeros([HIDDEN]),
         'out': 0.1 * jax.random.normal(rngs[1], [HIDDEN]),
       },
@@ -75,42 +73,33 @@ class Gan(sharded.ShardedExperiment):
     x, weights = batch['x'], batch['weights']
     noise = jax.random.normal(rng, x.shape)
 
-    def losses(generator, discriminator):
+    def logits(generator, discriminator):
       fake = noise @ generator['w'] + generator['b'][None]
-      on_data = discriminate(discriminator, x)
-      on_fake = discriminate(discriminator, fake)
-      nll = jax.nn.softplus(-on_data) + jax.nn.softplus(on_fake)
-      return {
-        'discriminator_loss': metrics.Mean.of(nll, weights),
-        'generator_loss': metrics.Mean.of(jax.nn.softplus(-on_fake), weights),
-      }
+      return discriminate(discriminator, x), discriminate(discriminator, fake)
 
     def of_discriminator(generator, discriminator):
-      found = losses(jax.lax.stop_gradient(generator), discriminator)
+      on_data, on_fake = logits(jax.lax.stop_gradient(generator), discriminator)
       # The slope at the data (R1); without its penalty the two would circle.
       slopes = jax.grad(lambda x: discriminate(discriminator, x).sum())(x)
-      penalty = metrics.Mean.of(jnp.square(slopes).sum(-1), weights)
-      loss = found['discriminator_loss'].compute() + 0.05 * penalty.compute()
-      return loss, found
+      nll = jax.nn.softplus(-on_data) + jax.nn.softplus(on_fake)
+      nll += 0.05 * jnp.square(slopes).sum(-1)
+      return metrics.Mean.of(nll, weights)
 
     def of_generator(generator, discriminator):
-      found = losses(generator, jax.lax.stop_gradient(discriminator))
-      return found['generator_loss'].compute(), found
+      _, on_fake = logits(generator, jax.lax.stop_gradient(discriminator))
+      return metrics.Mean.of(jax.nn.softplus(-on_fake), weights)
 
-    loss, found = jax.lax.cond(  # Only one of the two is computed.
+    loss = jax.lax.cond(  # Only one of the two is computed.
       is_generators(model_state['turn']),
       of_generator,
       of_discriminator,
       params['generator'],
       params['discriminator'],
     )
-    return loss, found, model_state
+    return loss.compute(), {'loss': loss}, model_state
 
   def train_input(self):
     return Input(64)
 
   def eval_input(self):
-    rng = np.random.default_rng(1)
-    for _ in range(2):
-      points = rng.normal(MEAN, STD, [32, FEATURES])
-      yield {'x': points.astype(np.float32)}
+    return [next(Input(1024))]

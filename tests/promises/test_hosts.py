@@ -1,9 +1,8 @@
 """Several processes compute what one does, and go on where another number was.
 
 Meshes that lie across processes, as `jaxline.launch` starts them; the keys of
-their devices; who reads what; evaluations whose processes disagree. Faults of
-several processes are in test_lost_hosts.py, and golden/runs.py has
-the language model.
+their devices; who reads what. Faults of several processes are in
+test_lost_hosts.py, and golden/runs.py has the language model.
 """
 
 import json
@@ -178,26 +177,3 @@ def test_any_number_of_processes_goes_on_with_the_same_rows(
     rows = explain.explain(found, 4)
   numbers = {int(row.where.removeprefix('record ')) for row in rows}
   assert numbers == {*batches[3]}
-
-
-@pytest.mark.parametrize(
-  ('name', 'metric', 'code'), [('Sharded', 'own', 2), ('PerDevice', 'own', 0)]
-)
-def test_processes_that_disagree_are_told(name, metric, code, tmp_path):
-  done = launch(
-    2,
-    processes.ROOT / 'experiment.py',
-    f'--config={processes.ROOT}/tests/programs/disagree.py:{name}',
-    *('--jaxline_mode=train_and_eval', f'--config.checkpoint_dir={tmp_path}'),
-    f'--config.best_model_eval_metric={metric}',
-  )
-  output = done.stdout + done.stderr
-  assert done.returncode == code, output
-  other = {
-    'Sharded': '0.5 in process 0, 1.5',
-    'PerDevice': '1.0 in process 0, None',
-  }
-  said = f'own is {other[name]} in process 1'
-  ours = [x for x in output.splitlines() if x.startswith('[0]') and said in x]
-  assert len(ours) == 1, output  # Once, although it is evaluated three times.
-  assert ('New best' in output) == (code == 0)

@@ -15,6 +15,7 @@ from tests import several
 from tests.programs import multi
 from tests.programs import multi_config
 
+DISAGREE = 'own is 0.5 in process 0, 1.5 in process 1'
 pytestmark = pytest.mark.timeout(600)  # Also on a busy machine.
 
 
@@ -88,6 +89,8 @@ def test_the_clock_of_the_first_decides_and_kills_lose_nothing(
   assert a['position'] != b['position']
   if style == 'sharded':
     assert a['shards'] == [[4, 4]]  # 'fsdp' over two processes.
+    # They disagree in each evaluation, and say so once.
+    assert undisturbed[0].err.count(DISAGREE) == 1
 
   def run(*args, **fault):
     return several.run(
@@ -220,6 +223,14 @@ def test_evaluation_follows_once_and_in_order(folder, style, what):
 
 
 # --- What is refused ---------------------------------------------------------
+
+
+@pytest.mark.process
+def test_the_best_by_a_metric_that_processes_disagree_in(folder):
+  args = '--jaxline_mode=train_and_eval', '--config.best_model_eval_metric=own'
+  results = several.run(folder / 'run', 'sharded', *args, codes=None)
+  assert all(r.code in (2, several.ABORTED) for r in results)
+  assert any(DISAGREE in r.err and r.code == 2 for r in results)
 
 
 @pytest.mark.process
