@@ -9,7 +9,7 @@ its own.
 
 import atexit
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import functools
 import pathlib
@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from examples.pax.inputs import lingvo
-from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import tfdata
 from jaxline import inputs as inputs_lib
 from jaxline.inputs import base
@@ -40,14 +38,6 @@ SETTINGS = hypothesis.settings(
   database=None,
   suppress_health_check=list(hypothesis.HealthCheck),
 )
-SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
-# How many examples in which tier. Grain starts threads for each iterator.
-# TensorFlow builds a graph for each epoch of each input, and SeqIO several.
-GRAIN = {'': 10, 'slow': 60}
-TENSORFLOW = {'': 5, 'slow': 60}
-# The first two of Hypothesis have one host.
-SEQIO = {'': 4, 'slow': 20}
-WORKERS = {'slow': 3}
 ONE_EPOCH = sources.ONE_EPOCH
 TRAINING = {'is_training': True}
 
@@ -67,7 +57,7 @@ class Source:
     one_epoch_hosts: whether several hosts may.
     saves_position: whether it can be resumed.
     needs: the package without which it is skipped.
-    examples: how many of a test, by the mark of the tier; '' is the default.
+    examples: how many of a test.
   """
 
   make: Callable[..., base.BaseInput]
@@ -78,9 +68,7 @@ class Source:
   one_epoch_hosts: bool = True
   saves_position: bool = True
   needs: str = 'numpy'
-  examples: Mapping[str, int] = dataclasses.field(
-    default_factory=lambda: {'': 30}
-  )
+  examples: int = 30
 
 
 def make_numbers(size, **fields):
@@ -137,35 +125,22 @@ def batches_of(size, rows, repeat, host_index, num_hosts):
 
 
 def make_generator(size, **fields):
-  function = functools.partial(
-    batches_of,
-    size,
-    fields['batch_size'],
-    not fields.get('reset_for_eval', False),
-  )
+  repeats = not fields.get('reset_for_eval', False)
+  function = functools.partial(batches_of, size, fields['batch_size'], repeats)
   return iterable.IterableInput(function=function, **fields)
 
 
-class Dealt:
+class Dealt(sources.Counted):
   """An iterator of a host's batches; it changes its own state in place."""
 
   def __init__(self, numbers, rows):
+    super().__init__()
     self.numbers, self.rows = numbers, rows
-    self.state = {'next': np.zeros([], np.int64)}
-
-  def __iter__(self):
-    return self
 
   def __next__(self):
     places = self.state['next'] + np.arange(self.rows)
     self.state['next'] += self.rows
     return {'x': self.numbers[places % len(self.numbers)]}
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state = state
 
 
 def make_iterator(size, **fields):
@@ -189,29 +164,6 @@ def make_stream(size, **fields):
   return iterable.as_input(stream, is_training=True, shard=shard)
 
 
-class Lingvos:
-  """The batches of a function, with the interface of Lingvo's generators."""
-
-  def __init__(self, rows, function, *args):
-    self.InfeedBatchSize = lambda: rows
-    self.make = functools.partial(function, *args)
-    self.Reset()
-
-  def Reset(self):
-    self.batches = self.make()
-
-  def GetPreprocessedInputBatch(self):
-    return next(self.batches)
-
-
-def make_lingvo(size, **fields):
-  """Makes an adaptor of a generator of batches with three times the rows."""
-  rows = 3 * fields['batch_size']
-  dealt = fields['infeed_host_index'], fields['num_infeed_hosts']
-  generator = Lingvos(rows, batches_of, size, rows, True, *dealt)
-  return lingvo.LingvoInputAdaptorNewBatchSize(input=generator, **fields)
-
-
 def make_text(size, packing, **fields):
   tokens = [[text.DOCUMENT_TOKEN, i] for i in range(size)]
   documents = text.Documents(
@@ -228,19 +180,15 @@ def make_text(size, packing, **fields):
   )
 
 
-def make_children(names, sizes, fields):
-  """Makes inputs of numbers; takes what is theirs from a parent's fields."""
-  shared = ('num_infeed_hosts', 'infeed_host_index', *ONE_EPOCH, 'is_training')
-  kept = {key: fields[key] for key in shared if key in fields}
-  kept['input_random_seed'] = fields.pop('input_random_seed')
-  return {
-    name: make_numbers(size, batch_size=rows, **kept)
-    for name, (size, rows) in zip(names, sizes, strict=True)
-  }
-
-
 def make_mixture(size, **fields):
-  children = make_children('abc', [(size + i, i + 2) for i in range(3)], fields)
+  seed = fields.pop('input_random_seed')
+  kept = {key: x for key, x in fields.items() if key != 'batch_size'}
+  children = {
+    name: make_numbers(
+      size + i, batch_size=i + 2, input_random_seed=seed, **kept
+    )
+    for i, name in enumerate('abc')
+  }
   weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
   return mixture.MixtureInput(inputs=children, weights=weights, **fields)
 
@@ -266,41 +214,11 @@ def make_sharded_tensors(size, **fields):
   return tfdata.ShardedTfDataInput(dataset=dataset, **fields)
 
 
-def make_seqio(size, **fields):
-  import seqio
-  import tensorflow as tf
-
-  def dataset_fn(split, shuffle_files, seed=None):
-    del split, shuffle_files, seed
-    # Each example is one token; 0 would be padding.
-    numbers = tf.data.Dataset.range(1, size + 1, output_type=tf.int32)
-    return numbers.map(lambda x: {'targets': [x]})
-
-  vocabulary = seqio.PassThroughVocabulary(100)
-  task = seqio.Task(
-    'numbers',
-    source=seqio.FunctionDataSource(dataset_fn, splits=['train']),
-    preprocessors=[],
-    output_features={'targets': seqio.Feature(vocabulary, add_eos=False)},
-  )
-  return seqio_input.SeqIOInput(
-    mixture_or_task=task,
-    split_name='train',
-    task_feature_lengths={'targets': 1},
-    feature_converter=seqio_input.LanguageModelFeatures(pack=False),
-    **fields,
-  )
-
-
 SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
     lambda size, **fields: make_numbers(size, num_threads=2, **fields),
-    examples=GRAIN,
-  ),
-  'indexed_workers': Source(
-    lambda size, **fields: make_numbers(size, num_workers=1, **fields),
-    examples=WORKERS,
+    examples=10,  # It starts threads for each iterator, as Grain does.
   ),
   'arrays': Source(
     lambda size, **fields: inputs_lib.arrays({'x': np.arange(size)}, **fields)
@@ -313,10 +231,10 @@ SOURCES = {
       dataset=grain_library.MapDataset.source(listed(size)), **fields
     )
   ),
-  'array_record': Source(make_files, examples=GRAIN),
+  'array_record': Source(make_files, examples=10),
   'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
   'grain_stream': Source(
-    make_stream, is_sharded=True, evaluates=False, examples=TENSORFLOW
+    make_stream, is_sharded=True, evaluates=False, examples=5
   ),
   'generator': Source(
     make_generator,
@@ -333,23 +251,12 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
-  # `lingvo_test` has the other adaptors. Lingvo need not be installed.
-  'lingvo_new_batch_size': Source(
-    make_lingvo, is_sharded=True, evaluates=False, saves_position=False
-  ),
-  'tf_data': Source(make_tensors, needs='tensorflow', examples=TENSORFLOW),
+  'tf_data': Source(make_tensors, needs='tensorflow', examples=5),
   'tf_data_sharded': Source(
     make_sharded_tensors,
     is_sharded=True,
     needs='tensorflow',
-    examples=TENSORFLOW,
-  ),
-  'seqio': Source(
-    make_seqio,
-    lambda batch: batch['labels'][:, 0] - 1,
-    is_sharded=True,
-    needs='seqio',
-    examples=SEQIO,
+    examples=5,
   ),
 }
 
@@ -379,25 +286,19 @@ def promise(*arguments, **conditions):
   arguments = sizes, batch_sizes, host_counts, *arguments
 
   def decorate(test):
+    @pytest.mark.timeout(1800)  # TensorFlow may take minutes.
     @pytest.mark.parametrize(
-      ('name', 'examples'),
+      'name',
       [
-        pytest.param(
-          name,
-          examples,
-          id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
-          # TensorFlow may take minutes on a busy machine.
-          marks=SLOW if tier else SLOW[1:] * (source.needs != 'numpy'),
-        )
+        name
         for name, source in SOURCES.items()
-        for tier, examples in source.examples.items()
         if all(getattr(source, k) == v for k, v in conditions.items())
       ],
     )
-    def run(name, examples):
+    def run(name):
       pytest.importorskip(SOURCES[name].needs)
 
-      @hypothesis.settings(SETTINGS, max_examples=examples)
+      @hypothesis.settings(SETTINGS, max_examples=SOURCES[name].examples)
       @hypothesis.given(st.tuples(*arguments))
       def check(values):
         test(name, *values)

@@ -3,7 +3,6 @@
 `pip install --no-deps lingvo` next to TensorFlow is enough for the latter.
 Lingvo's input ops need a newer C library than some machines have. Here, they
 are replaced, because these tests do not need them.
-tests/promises/test_inputs.py, the suite of all inputs, tests the adaptors, too.
 """
 
 import copy
