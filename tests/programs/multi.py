@@ -8,8 +8,8 @@ commas between, says what befalls which process where: see `fault`. (Not the
 config: a run with another config would be another run.) MULTI_STEP_SECS is how
 long a step takes at least, MULTI_HEARTBEAT_SECS JAX's patience with a process.
 MULTI_WORKERS is how many processes read for each of the 'fed' style.
-MULTI_SEED, 'STEP,STEP', is the step of the snapshot that each process begins
-from, in the style 'per_device'; behind the run each says what it has saved.
+MULTI_SEED is the step of the snapshot that each process begins from, in the
+style 'per_device'; behind the run each says what it has saved.
 """
 
 import dataclasses
@@ -80,8 +80,6 @@ def fault(place, step):
       raise experiment.StopTraining('enough')
     if what == 'raise':
       raise Failure(f'{place} {step}')
-    if what == 'sleep':
-      time.sleep(3600)
     os.kill(os.getpid(), SIGNALS[what])
   return False
 
@@ -265,9 +263,7 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
 
   def _say(self, what):
     if self.mode == 'train':
-      state = utils.get_first((self._w, self._opt_state))
-      own = {name: int(x) for name, x in self._own.items()}
-      say(what, digest=regression.digest(state), position=own)
+      say_of(what, self._w, self._opt_state, self._own)
 
 
 def fault_in_saves():
@@ -300,14 +296,14 @@ def put_snapshot(step):
 def say_saved():
   """Does what a program does that saves a file of its own."""
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
-  state = utils.get_first(
-    (nest.experiment_module._w, nest.experiment_module._opt_state)
-  )
-  own = nest.experiment_module.to_dict()['own']
-  say(
-    'saved', step=nest.global_step, digest=regression.digest(state),
-    own=int(own['total']),
-  )  # fmt: skip
+  module = nest.experiment_module
+  say_of('saved', module._w, module._opt_state, module.to_dict()['own'])
+
+
+def say_of(what, w, opt_state, own):
+  own = {name: int(x) for name, x in own.items()}
+  digest = regression.digest(utils.get_first((w, opt_state)))
+  say(what, digest=digest, position=own)
 
 
 CLASSES = {'sharded': Sharded, 'per_device': PerDevice, 'fed': Fed}
@@ -325,11 +321,9 @@ if __name__ == '__main__':
     )
   fault_in_saves()
   events.install()
-  seeds = os.environ.get('MULTI_SEED', '')
-  if seeds and (seed := seeds.split(',')[int(process)]):
+  seed = os.environ.get('MULTI_SEED', '')
+  if seed:
     put_snapshot(int(seed))
-  try:
-    platform.main(CLASSES[style], argv)
-  finally:
-    if seeds:
-      say_saved()
+  platform.main(CLASSES[style], argv)
+  if seed:
+    say_saved()

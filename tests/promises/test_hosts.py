@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import zlib
 
 import jax
 import numpy as np
@@ -67,24 +66,18 @@ def alone(tmp_path_factory):
   return folder, seen
 
 
-def launch(count, *args, **kwargs):
-  """Runs a program as so many processes of a device each."""
-  done = processes.run(
-    *('-m', 'jaxline.launch', '--processes', count),
-    *('--devices-per-process', 1, '--', sys.executable, *args),
-    # Most of the time would go into LLVM.
-    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0',
-    **kwargs,
-  )
-  return done
-
-
 @pytest.fixture(scope='module')
 def four(alone):
   """What each of four processes saw, that went on from the checkpoint."""
   folder, _ = alone
   cases = [{'name': name, **case} for name, (case, *_) in MESHES.items()]
-  done = launch(4, HOSTS, folder, json.dumps(cases), timeout=160)
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes=4', '--devices-per-process=1', '--'),
+    *(sys.executable, HOSTS, folder, json.dumps(cases)),
+    timeout=160,
+    # Most of the time would go into LLVM.
+    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0',
+  )
   assert done.returncode == 0, done.stderr[-9000:]
   found = re.findall(r'^\[(\d)\] (\{".*\})$', done.stdout, re.M)
   seen = {int(process): json.loads(line) for process, line in found}
@@ -111,26 +104,6 @@ def test_four_processes_are_as_one(name, alone, four):
     assert own['eval']['rows'] == hosts.EVAL_RECORDS / 4
   slices = [0, 1, 2, 3] if name == 'slices' else [0] * 4
   assert four[0][name]['slices'] == slices
-
-
-@pytest.mark.parametrize('name', MESHES)
-def test_an_uneven_evaluation_counts_every_example_once(name, four):
-  _, rows, _ = MESHES[name]
-  num_hosts = rows[0][1]
-  total = sum(map(sum, hosts.UNEVEN[:num_hosts]))
-  state = hosts.Uneven('eval', jax.random.PRNGKey(0)).state
-  loss = hosts.regression.expected_evaluation(state, [total])
-  # Three global batches, each with a key of its own.
-  draw = hosts.regression.drawn(jax.random.PRNGKey(2), [''], batches=3)['']
-  expected = {'loss': loss, 'rows': total / 3, 'draw': draw}
-  x = regression.examples(1, total)['x'][hosts.uneven_rows(num_hosts), 0]
-  order = zlib.crc32(x.tobytes())
-  for process in four:
-    found, error = process[name]['uneven']
-    for scalars in found:
-      assert scalars.pop('order') == order
-      assert scalars == pytest.approx(expected, rel=2e-5)
-    assert ('gave no batch' in error) == (num_hosts > 1)
 
 
 @pytest.mark.parametrize('name', MESHES)

@@ -1,10 +1,8 @@
 """Promise: several processes of a run end, save and go on together.
 
-One of them is killed, told to end, hangs, raises, or finds damage. The longer
-half is marked slow.
+One of them is killed, told to end, raises, or finds damage. The longer half is
+marked slow.
 """
-
-import signal
 
 import pytest
 
@@ -42,18 +40,17 @@ def folder(tmp_path):
 def test_each_process_begins_from_its_own_snapshot(folder, monkeypatch):
   directory = folder / 'snapshots'
   args = '--config.train_checkpoint_all_hosts=True'
-  monkeypatch.setenv('MULTI_SEED', '6,6')
+  monkeypatch.setenv('MULTI_SEED', '6')
   results = several.run(directory, 'per_device', args)
   assert remains.steps(directory)[-1] == several.STEPS
-  own = [5, 5]
-  for step in range(6, several.STEPS):
-    own = [total * 3 + step + i for i, total in enumerate(own)]
   for i, result in enumerate(results):
+    own = 5
+    for step in range(6, several.STEPS):
+      own = own * 3 + step + i
     trained, saved = result.the('trained'), result.the('saved')
     # Each has read the checkpoint from the disk by itself.
-    assert saved['step'] == several.STEPS
-    assert saved['digest'] == trained['digest']
-    assert saved['own'] == trained['position']['total'] == own[i]
+    assert saved == trained | {'what': 'saved'}
+    assert trained['position'] == {'total': own, 'host': i}
 
 
 # --- Kills and signals --------------------------------------------------------
@@ -128,6 +125,8 @@ def test_the_clock_of_the_first_decides_and_kills_lose_nothing(
     several.logged(x, 'eval') for x in (directory, straight)
   )
   assert 2 < len(evaluated) < 20
+  if style == 'sharded':  # Of four batches of 4, the last has 3 rows.
+    assert {row['rows'] for row in evaluated.values()} == {15 / 2}
   assert evaluated == {step: all_evaluated[step] for step in evaluated}
   for ended in (first, last):
     a, b = (r.all('evaluated', 'step') for r in ended)
@@ -143,24 +142,7 @@ def test_the_clock_of_the_first_decides_and_kills_lose_nothing(
     assert remains.steps(directory)[-1] == 40
 
 
-# --- What hangs --------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_process_that_sleeps_is_ended_by_its_watchdog(folder):
-  directory = folder / 'sleeps'
-  results = several.run(
-    directory, 'sharded', '--config.watchdog_secs=20',
-    fault='1:step:5:sleep', codes=None,
-  )  # fmt: skip
-  # Both are silent, the one that waits as well; whichever is first.
-  assert 70 in [r.code for r in results]
-  assert all(r.code not in (0, -signal.SIGKILL) for r in results)
-  first = min(range(2), key=lambda i: results[i].at)
-  several.peers_end(results, dead=first, secs=several.HEARTBEAT_SECS + 5)
-  assert any('Watchdog: no sign of life' in r.err for r in results)
-  same = several.run(directory)
-  assert {r.the('restored')['step'] for r in same} <= {2, 4}
+# --- Errors --------------------------------------------------------------
 
 
 @pytest.mark.slow
