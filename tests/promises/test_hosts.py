@@ -14,16 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxline import platform
-from jaxline.runs import explain
-from jaxline.runs import replay
 from tests import processes
-from tests import remains
-from tests import several
 from tests.experiments import regression
 from tests.programs import hosts
-from tests.programs import multi
-from tests.programs import multi_config
 
 pytestmark = pytest.mark.process
 
@@ -124,29 +117,3 @@ def test_keys_of_steps_are_by_the_number_of_the_device_among_all(four):
       ('unique_host_unique_device', jax.random.fold_in(step_key, i)),
     ):
       assert process['keys'][mode] == [jax.random.fold_in(key, i).tolist()]
-
-
-@pytest.mark.timeout(300)
-def test_any_number_of_processes_goes_on_with_the_same_rows(
-  tmp_path, monkeypatch
-):
-  directory = tmp_path / 'run'
-  monkeypatch.setenv('MULTI_WORKERS', '1')
-  several.run(directory, 'fed', processes=2, steps=2)
-  monkeypatch.setenv('MULTI_WORKERS', '0')
-  for result in several.run(directory, 'fed', processes=4, steps=4):
-    assert result.the('restored')['position'] == 2 * multi.GLOBAL_BATCH
-  config = multi_config.get_config()
-  config.update(checkpoint_dir=str(directory), training_steps=9)
-  platform.start(multi.Fed, config, 'train')
-  straight = multi.Numbers(batch_size=multi.GLOBAL_BATCH, is_training=True)
-  places = np.arange(1, multi.GLOBAL_BATCH + 1)
-  batches = [next(straight)['x'] for _ in range(9)]  # Two epochs and a half.
-  want = [(x @ places, x @ x) for x in batches]
-  curve = remains.curve(directory, 'train')
-  assert [(row['order'], row['squares']) for row in curve] == want
-  # A step of four processes is explained by one, which has all rows.
-  with replay.open_replay(directory, 4, multi.Fed) as found:
-    rows = explain.explain(found, 4)
-  numbers = {int(row.where.removeprefix('record ')) for row in rows}
-  assert numbers == {*batches[3]}

@@ -226,21 +226,12 @@ def test_a_directory_that_is_not_shared(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('style', ['sharded', 'per_device'])
-def test_nonfinite_ends_both(folder, style):
-  directory = folder / f'nan_{style}'
-  place = {'sharded': 'input', 'per_device': 'step'}[style]
-  results = several.run(
-    directory, style, '--config.on_nonfinite=raise',
-    fault=f'1:{place}:5:nan', codes=None,
-  )  # fmt: skip
-  assert all(r.code in (1, several.ABORTED) for r in results), several.errors(
-    results
-  )
-  assert any('are not finite' in r.err for r in results), several.errors(
-    results
-  )
+def test_nonfinite_ends_both(folder):
+  directory = folder / 'nan'
+  results = several.run(directory, fault='1:input:5:nan', codes=None)
+  assert all(r.code in (1, several.ABORTED) for r in results)
+  assert any('are not finite' in r.err for r in results)
   assert max(remains.steps(directory)) == 4
-  results = several.run(directory, style)
+  results = several.run(directory)
   assert all(r.the('trained') for r in results)
   assert list(several.logged(directory)) == list(range(1, several.STEPS + 1))

@@ -22,12 +22,10 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
 import pytest
 
-from jaxline import experiment
 from jaxline import platform
 from jaxline import sharded
 from jaxline.compat import dictionary
@@ -40,6 +38,7 @@ from jaxline.supervision import nonfinite
 from tests import checkpoints
 from tests import remains
 from tests import survivors
+from tests.programs import multi
 from tests.programs import survivor
 
 Files = dict[str, bytes]  # Path below the run's directory -> content.
@@ -297,38 +296,6 @@ class Batches(checkpoints.Batches):
     return survivor.examples(number, survivor.ROWS)
 
 
-@functools.partial(jax.pmap, axis_name='i', donate_argnums=0)
-def descend(w: jax.Array, x: jax.Array, rng: jax.Array) -> Any:
-  """A step of `PerDevice`."""
-  noise = x + jax.random.normal(rng, x.shape)
-  loss, grad = jax.value_and_grad(
-    lambda w: jnp.square(noise * w - 2 * noise).mean()
-  )(w)
-  loss, grad = jax.lax.pmean((loss, grad), 'i')
-  return w - 0.05 * grad, {'loss': loss}
-
-
-class PerDevice(experiment.AbstractExperiment):
-  """JAXline's style, with an attribute for all devices, and with its input."""
-
-  CHECKPOINT_ATTRS = {'_w': 'w'}
-  NON_BROADCAST_CHECKPOINT_ATTRS = {'_own': 'own'}
-
-  def __init__(self, mode, init_rng):
-    super().__init__(mode=mode, init_rng=init_rng)
-    self._w = checkpoints.rows(jax.random.normal(init_rng, [4]))
-    self._own = {'next': np.zeros([], np.int64)}
-
-  def step(self, *, global_step, rng, writer):
-    x = np.random.default_rng(int(self._own['next'])).normal(size=[2, 4])
-    self._own['next'] += 1
-    self._w, scalars = descend(self._w, x.astype(np.float32), rng)
-    return {name: x[0] for name, x in scalars.items()}
-
-  def evaluate(self, *, global_step, rng, writer):
-    return {'loss': float(jnp.square(self._w[0] - 2).mean())}
-
-
 class OwnSnapshot:
   """Has no base class, and makes its snapshots itself."""
 
@@ -406,7 +373,7 @@ def test_killed_at_any_change(url: str, whole: Any) -> None:
 
 
 @pytest.mark.parametrize('mode', ['train_and_eval', 'train_eval_multithreaded'])
-@pytest.mark.parametrize('kind', [Survivor, PerDevice, OwnSnapshot])
+@pytest.mark.parametrize('kind', [Survivor, multi.PerDevice, OwnSnapshot])
 def test_every_style_in_every_mode(kind, mode, tmp_path):
   config = config_of(str(tmp_path / 'run'))
   config.eval_initial_weights = False
