@@ -12,7 +12,6 @@ import pytest
 
 from jaxline import utils
 from jaxline.checkpoint import protocol
-from jaxline.compat import dictionary
 from jaxline.parallel import devices
 from tests import checkpoints
 
@@ -142,18 +141,6 @@ def test_changes_in_place_do_not_reach_the_snapshot():
 # What forks do with it.
 
 
-def test_the_dictionary_may_be_rebound_at_any_time():
-  checkpointer, _ = make()
-  checkpointer.save(SERIES)
-  kept = utils.GLOBAL_CHECKPOINT_DICT
-  utils.GLOBAL_CHECKPOINT_DICT = {}
-  assert not checkpointer.can_be_restored(SERIES)
-  assert checkpointer.restore_path(SERIES) is None
-  assert checkpointer.get_experiment_state(SERIES) == {}
-  utils.GLOBAL_CHECKPOINT_DICT = kept
-  checkpointer.restore(SERIES)
-
-
 def test_a_checkpoint_written_by_hand_is_restored():
   key = np.uint32([[1, 2], [1, 2]])
   module = {'params': {'linear': {'w': np.float32([8, 9])}}, 'notes': None}
@@ -210,35 +197,6 @@ def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   state.global_step = 0
   checkpointer.restore(SERIES)
   assert state.global_step == 3
-
-
-def test_what_a_run_saved_is_forgotten_and_what_the_program_put_is_not():
-  checkpointer, _ = make()
-  checkpointer.save(SERIES)
-  checkpointer.save(SERIES)
-  own = utils.SnapshotNT(7, dict(history()[0].pickle_nest))
-  utils.GLOBAL_CHECKPOINT_DICT['best'] = utils.CheckpointNT(
-    threading.local(), [own]
-  )
-  assert dictionary.seed(SERIES) is None
-  dictionary.forget_published()
-  assert history() == []
-  assert history('best') == [own]
-  # One was there before a save, which took its place; another came after.
-  history().append(own)
-  assert dictionary.seed(SERIES) is own
-  checkpointer.save(SERIES)
-  assert dictionary.seed(SERIES) is None
-  later = own._replace(id=9)
-  history().append(later)
-  assert dictionary.seed(SERIES) is later
-  dictionary.forget_published()
-  assert history() == [later]
-  # What a run saved may be put in again.
-  checkpointer.save(SERIES)
-  saved = history()[-1]
-  history().append(saved._replace(id=5))
-  assert dictionary.seed(SERIES).pickle_nest is saved.pickle_nest
 
 
 def test_a_program_derives_from_it():

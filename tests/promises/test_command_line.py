@@ -298,26 +298,6 @@ def test_an_error_of_the_config_file_keeps_its_traceback(here, tmp_path):
   assert f'File "{path}", line 2' in result.stderr
 
 
-def test_a_checkpoint_that_is_refused_is_said_once(here, toy_here, tmp_path):
-  succeeded(toy_here(tmp_path))
-
-  class Wider(toy.Sharded):
-    def init_fn(self, rng):
-      return {'w': jax.numpy.ones([6])}, {}
-
-  result = here(Wider, *toy_args(tmp_path))
-  assert result.returncode == 2
-  assert result.said.count('state/params/w') == 1, result.said
-  latest = tmp_path / 'checkpoints' / 'latest'
-  *_, newest = sorted(latest.iterdir(), key=lambda path: int(path.stem))
-  os.rename(newest, latest / '500.json')
-  result = toy_here(tmp_path)
-  assert result.returncode == 2
-  assert result.said.count('\n') == 1
-  assert str(latest / '500.json') in result.said
-  assert newest.stem in result.said
-
-
 # The config and the run's directory.
 
 

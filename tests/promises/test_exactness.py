@@ -66,20 +66,6 @@ EXPERTS = {
   'router_bias_rate': 0.01,
 }
 CAPACITY = EXPERTS | {'expert_capacity': 1.0, 'shared_dim': 16}
-MODELS = {'experts': EXPERTS, 'capacity': CAPACITY}
-
-
-def of_experts(like, sharding, embed, tensor=1, **ici):
-  """A mesh on which each device may hold some of the experts."""
-  sends = 'all-to-all' if like == 'capacity' else 'all-gather'
-  return Case(
-    sharding=sharding,
-    ici=ici,
-    model=MODELS[like],
-    pieces=(embed, tensor, 1),
-    collectives=(sends,) if ici['expert'] > 1 else (),
-    like=like,
-  )
 
 
 def pipelined(stages, microbatches, repeats=1):
@@ -138,12 +124,23 @@ CASES = {
     packing='padded',
   ),
   'experts': alone('packed', model=EXPERTS, like='experts'),
-  'experts_2x4': of_experts('experts', 'fsdp_ep', 8, data=2, expert=4),
-  'experts_2x2x2': of_experts(
-    'experts', 'fsdp_tp', 4, 2, data=2, expert=2, mdl=2
-  ),
   'capacity': alone('packed', model=CAPACITY, like='capacity'),
-  'capacity_1x4x2': of_experts('capacity', 'sp', 4, 2, data=1, expert=4, mdl=2),
+  'experts_2x2x2': Case(
+    sharding='fsdp_tp',
+    ici={'data': 2, 'expert': 2, 'mdl': 2},
+    model=EXPERTS,
+    pieces=(4, 2, 1),
+    collectives=('all-gather',),
+    like='experts',
+  ),
+  'capacity_1x4x2': Case(
+    sharding='sp',
+    ici={'data': 1, 'expert': 4, 'mdl': 2},
+    model=CAPACITY,
+    pieces=(4, 2, 1),
+    collectives=('all-to-all',),
+    like='capacity',
+  ),
 }
 
 

@@ -21,9 +21,9 @@ def train(name, directory, dies_at=None):
 
   class Golden(cls):
     def step(self, *, global_step, **kwargs):
-      if global_step == dies_at:
+      taken.append(int(np.ravel(global_step)[0]))
+      if taken[-1] == dies_at:
         raise toys.Killed
-      taken.append(int(global_step))
       return super().step(global_step=global_step, **kwargs)
 
   platform.start(Golden, config, 'train_and_eval')

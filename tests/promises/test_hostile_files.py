@@ -7,10 +7,8 @@ that fits.
 import base64
 import contextlib
 import copy
-import itertools
 import json
 import os
-import pathlib
 import pickle
 import shutil
 import sys
@@ -250,29 +248,3 @@ def test_what_people_put_on_a_larger_disk_may_be_a_link(
   for use in USES.values():
     use(open_run, tmp_path / 'run')
   assert (tmp_path / 'checkpoints' / 'latest' / '6.json').exists()
-
-
-# The other files.
-
-
-@pytest.mark.parametrize('name', [
-  'config.json', 'checkpoints/ended.json', 'checkpoints/evaluated/eval.json',
-  'checkpoints/readers/eval-1.json', 'checkpoints/begun.json',
-])  # fmt: skip
-def test_other_edited_files_are_named(name, made, open_run, tmp_path, capsys):
-  value = json.loads((made / name).read_text())
-  is_packed = value.pop('crc', None) is not None
-  if name == 'config.json':  # Any value of another key is its user's.
-    value = {'experiment_kwargs': {}}
-  # A use for each edit; of a field the edits come one behind the other.
-  for edit, use in zip(_edits(value), itertools.cycle(USES.values())):
-    run = shutil.copytree(made, tmp_path / 'run', dirs_exist_ok=True)
-    edited = _edited(value, edit)
-    raw = notes.to_bytes(edited) if is_packed else json.dumps(edited).encode()
-    (run / name).write_bytes(raw)
-    said = ''
-    try:
-      use(open_run, run)
-    except (errors.UsageError, OSError) as e:
-      said = f'{e} {capsys.readouterr()}'
-    assert not said or pathlib.Path(name).name in said

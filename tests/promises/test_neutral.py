@@ -66,8 +66,8 @@ class Classifier(sharded.ShardedExperiment):
     return Input(BATCH)
 
   def eval_input(self):
-    for index, rows in ((-1, 24), (-2, 24), (-3, 7)):
-      yield {name: x[:rows] for name, x in examples(abs(index)).items()}
+    for index, rows in ((1, 24), (2, 7)):
+      yield {name: x[:rows] for name, x in examples(index).items()}
 
 
 def recipe(library):
@@ -144,11 +144,6 @@ def run(cls, steps):
   return losses, state.experiment_module
 
 
-def saved():
-  history = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
-  return history[-1].pickle_nest.to_dict()
-
-
 @pytest.mark.parametrize(
   ('make', 'library'), [(flax_nnx, 'flax.nnx'), (equinox, 'equinox')]
 )
@@ -159,10 +154,11 @@ def test_a_library_trains_saves_and_goes_on(make, library, monkeypatch):
   assert len(losses) == STEPS
   assert np.mean(losses[-5:]) < 0.3 * np.mean(losses[:2])
   assert regression.evaluate(live)['accuracy'] > 0.9
-  straight = saved()
+  straight = regression.digest(live.state)
   monkeypatch.setattr(utils, 'GLOBAL_CHECKPOINT_DICT', {})
-  assert run(cls, 11)[0] + run(cls, STEPS)[0] == losses
-  assert regression.digest(saved()) == regression.digest(straight)
+  first, (last, resumed) = run(cls, 11)[0], run(cls, STEPS)
+  assert first + last == losses
+  assert regression.digest(resumed.state) == straight
 
   # Two matrices, and the optimizer's two moments of each, are split.
   for tree, count in ((live.state.params, 2), (live.state.opt_state, 4)):

@@ -193,14 +193,3 @@ def test_a_key_turns_the_record_off(tmp_path, open_run):
     code = remains.record(tmp_path / key, 1)['code']
     assert len(code['files']) == 64
     assert not (tmp_path / key / 'checkpoints/code').exists()
-
-
-@pytest.mark.process
-def test_the_library_is_found_in_the_directory_above_a_clone(tmp_path):
-  (tmp_path / 'jaxline/jaxline').mkdir(parents=True)
-  program = 'import jaxline; print(jaxline.__version__)'
-  env = {'PYTHONPATH': ''}
-  with processes.started('-c', program, cwd=tmp_path, **env) as process:
-    done = processes.end(process)
-  assert done.returncode == 0, f'pip install -e . again: {done.stderr}'
-  assert done.stdout.strip() == jaxline.__version__

@@ -63,40 +63,36 @@ def bleu(ours, theirs):
   return float(product) ** 0.25 * math.exp(min(0, short))
 
 
-@pytest.fixture(scope='module')
-def alone(clone, tmp_path_factory):
-  history, live = fit(
-    clone / 'examples' / 'yours_bleu.py', tmp_path_factory.mktemp('alone')
-  )
-  table = np.asarray(live.state.params['table'])
-  pairs = [x for batch in live.eval_input(None) for x in _pairs(batch, table)]
-  ours, theirs = zip(*pairs[:500], strict=True)
-  assert history['eval/bleu'][-1, 1] == pytest.approx(bleu(ours, theirs))
-  assert [] in theirs  # A row whose weights are all 0.
-  return history['eval/bleu'].tolist(), history['eval/loss']
-
-
-def _pairs(batch, table):
+def pairs(batch, table):
   for source, target in zip(batch['source'], batch['target'], strict=True):
     ours = table[source[source > 0]].argmax(-1).tolist()
     yield ours, target[target > 0].tolist()
 
 
 @pytest.mark.process
-def test_three_processes_have_the_same_bleu(clone, alone, tmp_path):
+def test_one_and_three_processes_have_the_exact_bleu(clone, tmp_path):
+  path = clone / 'examples' / 'yours_bleu.py'
+  history, live = fit(path, tmp_path / 'alone')
+  table = np.asarray(live.state.params['table'])
+  all_pairs = [
+    x for batch in live.eval_input(None) for x in pairs(batch, table)
+  ]
+  ours, theirs = zip(*all_pairs[:500], strict=True)
+  assert history['eval/bleu'][-1, 1] == pytest.approx(bleu(ours, theirs))
+  assert [] in theirs  # A row whose weights are all 0.
   done = processes.run(
-    *('-m', 'jaxline.launch', '--processes', 3),
-    *('--devices-per-process', 2, '--', sys.executable, 'experiment.py'),
-    *('--config=examples/yours_bleu.py', '--jaxline_mode=train_and_eval'),
-    f'--config.checkpoint_dir={tmp_path}',
+    *('-m', 'jaxline.launch', '--processes=3', '--devices-per-process=2', '--'),
+    *(sys.executable, 'experiment.py', f'--config={path}'),
+    *('--jaxline_mode=train_and_eval', f'--config.checkpoint_dir={tmp_path}/3'),
     cwd=clone,
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  rows = remains.curve(tmp_path, 'eval')
-  scores, losses = alone
-  assert [[row['step'], row['bleu']] for row in rows] == scores
+  rows = remains.curve(tmp_path / '3', 'eval')
+  scores = [[row['step'], row['bleu']] for row in rows]
+  assert scores == history['eval/bleu'].tolist()
   assert [row['pairs'] for row in rows] == [500] * len(rows)
-  np.testing.assert_allclose([row['loss'] for row in rows], losses[:, 1], 1e-5)
+  losses = history['eval/loss'][:, 1]
+  np.testing.assert_allclose([row['loss'] for row in rows], losses, 1e-5)
 
 
 def test_auc_f1_and_a_confusion_image(clone, tmp_path):

@@ -5,18 +5,15 @@ process and in several.
 """
 
 import contextlib
-import functools
 import json
 import math
 import types
 
-import numpy as np
 import pytest
 
 import jaxline
 from jaxline import base_config
 from jaxline import experiment
-from jaxline import train
 from jaxline.checkpoint import protocol
 from jaxline.run_directory import notes
 from jaxline.supervision import budget
@@ -188,24 +185,6 @@ def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
   with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
     jaxline.fit(StopsBehindNan, config)
   assert remains.newest(tmp_path) == 2
-
-
-class StopsPerDevice(toys.Toy):
-  """Raises before the step 2."""
-
-  def step(self, *, global_step, rng, writer):
-    if np.asarray(global_step).flat[0] == 2:
-      raise experiment.StopTraining('enough')
-    return super().step(global_step=global_step, rng=rng, writer=writer)
-
-
-def test_stop_training_in_the_per_device_style(monkeypatch):
-  monkeypatch.setattr('jaxline.base.debug.settings.post_mortem', True)
-  log = toys.Log()
-  config = toys.make_config(5, eval_interval=10)
-  cls = functools.partial(StopsPerDevice, log=log)
-  train.Run(cls, config).train_and_eval()
-  assert log.evals == [(2, 2.0)]
 
 
 @pytest.mark.process

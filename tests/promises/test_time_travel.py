@@ -21,8 +21,6 @@ import pytest
 
 import jaxline
 from jaxline import base_config
-from jaxline import errors
-from jaxline import experiment
 from jaxline import metrics
 from jaxline import platform
 from jaxline.metrics import fingerprints
@@ -90,35 +88,6 @@ def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
   run(part, {'on_config_change': 'continue'})
   want = prints(shared)
   assert prints(part) == {s: x for s, x in want.items() if s not in (5, 6)}
-
-
-class OfDevices(experiment.AbstractExperiment):
-  """Per-device; its scalars lie on all devices, on one, or nowhere."""
-
-  def __init__(self, mode, init_rng=None):
-    super().__init__(mode, init_rng)
-
-  def step(self, **unused):
-    loss = jax.pmap(jnp.square)(jnp.ones(jax.local_device_count()))
-    last = jax.device_put(jnp.float32(2), jax.local_devices()[-1])
-    return {'loss': loss, 'last': last, 'rate': 0.1}
-
-  evaluate = dict
-
-
-def test_scalars_may_lie_on_different_devices(tmp_path, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', OfDevices)
-  config = travels.get_config(tmp_path)
-  config.experiment_kwargs = {}
-  jaxline.fit(None, config, mode='train')
-  assert len(prints(tmp_path)) == 12
-  config.skip_batches = '3'
-  with pytest.raises(errors.UsageError, match='skip_batches'):
-    jaxline.fit(None, config, mode='train')
-  with replay.open_replay(tmp_path, 11) as found:
-    with pytest.raises(errors.UsageError, match='OfDevices'):
-      explain.explain(found, 11)
-    assert found.state.global_step == 8  # Refused before it was replayed.
 
 
 # Replays.
@@ -214,20 +183,6 @@ def test_a_replay_names_the_first_operation_that_is_not_finite(
   assert f'{file}:' in out
 
 
-class Masked(travels.Travels):
-  """Its loss has an infinity that is meant, as in a mask."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    mask = jnp.where(batch['x'] > 0, 0.0, -jnp.inf)
-    loss, *rest = super().loss_fn(params, model_state, batch, rng, is_training)
-    return loss + 0 * jnp.exp(mask).sum(), *rest
-
-
-def test_a_replay_finds_nothing_in_a_finite_step(tmp_path, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Masked)
-  assert replay.find_nonfinite(run(tmp_path), 6) is None
-
-
 # Explanations.
 
 
@@ -292,18 +247,6 @@ def test_the_command_of_an_explanation_works(
   assert same == list(range(begin + 1, step))
   skipped = base_config.read_record(new)['skip_batches']
   assert skipped.split(',')[-1] == str(batch)
-
-
-class Fast(travels.Travels):
-  def row_losses(self, params, model_state, batch, rng):
-    return jnp.arange(travels.ROWS, dtype=jnp.float32)
-
-
-def test_an_experiment_may_compute_the_losses_of_all_rows(shared, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Fast)
-  with replay.open_replay(shared, 6) as found:
-    rows = explain.explain(found, 6)
-  assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
 
 
 def test_spikes_are_found_by_the_rule():
@@ -434,24 +377,6 @@ def test_a_bisection_finds_what_the_logs_do_not_show(
   out = capsys.readouterr().out
   assert 'First replayed step that differs: 7' in out
   assert all(text in out for text in said)
-
-
-def test_a_bisection_replays_what_is_not_logged(
-  faultless, tmp_path, capsys, monkeypatch
-):
-  monkeypatch.setattr(travels, 'Travels', Faulty)
-  fields = {'log_train_data_interval': 5, 'fingerprint': False}
-  for at, status, said in (
-    (7, 1, 'The runs diverge in step 7, in the loss'),
-    (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
-  ):
-    other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
-    assert cli.main(['bisect', str(faultless), str(other)]) == status
-    out = capsys.readouterr().out
-    num = len(losses(other))
-    assert f'{num} logged steps and 3 kept checkpoints' in out
-    assert f'\n{12 - num} steps are compared by replays' in out
-    assert said in out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):
