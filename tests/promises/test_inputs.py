@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 import tempfile
 from typing import Any
@@ -34,6 +35,7 @@ from tests import sources
 # The same examples each time: a failure is found again, and the time bounded.
 SETTINGS = hypothesis.settings(
   derandomize=True,
+  max_examples=12,
   deadline=None,
   database=None,
   suppress_health_check=list(hypothesis.HealthCheck),
@@ -57,7 +59,6 @@ class Source:
     one_epoch_hosts: whether several hosts may.
     saves_position: whether it can be resumed.
     needs: the package without which it is skipped.
-    examples: how many of a test.
   """
 
   make: Callable[..., base.BaseInput]
@@ -68,7 +69,6 @@ class Source:
   one_epoch_hosts: bool = True
   saves_position: bool = True
   needs: str = 'numpy'
-  examples: int = 30
 
 
 def make_numbers(size, **fields):
@@ -218,7 +218,6 @@ SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
     lambda size, **fields: make_numbers(size, num_threads=2, **fields),
-    examples=10,  # It starts threads for each iterator, as Grain does.
   ),
   'arrays': Source(
     lambda size, **fields: inputs_lib.arrays({'x': np.arange(size)}, **fields)
@@ -231,11 +230,9 @@ SOURCES = {
       dataset=grain_library.MapDataset.source(listed(size)), **fields
     )
   ),
-  'array_record': Source(make_files, examples=10),
+  'array_record': Source(make_files),
   'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
-  'grain_stream': Source(
-    make_stream, is_sharded=True, evaluates=False, examples=5
-  ),
+  'grain_stream': Source(make_stream, is_sharded=True, evaluates=False),
   'generator': Source(
     make_generator,
     is_sharded=True,
@@ -251,12 +248,11 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
-  'tf_data': Source(make_tensors, needs='tensorflow', examples=5),
+  'tf_data': Source(make_tensors, needs='tensorflow'),
   'tf_data_sharded': Source(
     make_sharded_tensors,
     is_sharded=True,
     needs='tensorflow',
-    examples=5,
   ),
 }
 
@@ -274,40 +270,27 @@ lives = st.lists(
 
 
 def promise(*arguments, **conditions):
-  """Makes a test of each source of which the conditions are true.
+  """Marks a test of each source of which the conditions are true.
 
-  It is called with the name of the source, and the numbers of its records, of
-  rows a batch and of hosts.
-
-  Args:
-    *arguments: strategies of what it is called with besides.
-    **conditions: fields of `Source`.
+  It is called with the name of the source, and with a tuple of the numbers of
+  its records, of rows a batch, of hosts, and of what the arguments give.
   """
-  arguments = sizes, batch_sizes, host_counts, *arguments
-
-  def decorate(test):
-    @pytest.mark.timeout(1800)  # TensorFlow may take minutes.
-    @pytest.mark.parametrize(
-      'name',
-      [
-        name
-        for name, source in SOURCES.items()
-        if all(getattr(source, k) == v for k, v in conditions.items())
-      ],
+  names = [
+    pytest.param(
+      name,
+      marks=pytest.mark.skipif(
+        importlib.util.find_spec(source.needs) is None, reason=source.needs
+      ),
     )
-    def run(name):
-      pytest.importorskip(SOURCES[name].needs)
-
-      @hypothesis.settings(SETTINGS, max_examples=SOURCES[name].examples)
-      @hypothesis.given(st.tuples(*arguments))
-      def check(values):
-        test(name, *values)
-
-      check()
-
-    return run
-
-  return decorate
+    for name, source in SOURCES.items()
+    if all(getattr(source, k) == v for k, v in conditions.items())
+  ]
+  given = hypothesis.given(
+    drawn=st.tuples(sizes, batch_sizes, host_counts, *arguments)
+  )
+  return lambda test: pytest.mark.parametrize('name', names)(
+    SETTINGS(given(test))
+  )
 
 
 def make_hosts(name, size, hosts, **fields):
@@ -343,9 +326,8 @@ def close(inputs):
 
 
 @promise(seeds, st.booleans(), evaluates=True)
-def test_one_epoch_is_the_dataset_once(
-  name, size, batch_size, hosts, seed, twice
-):
+def test_one_epoch_is_the_dataset_once(name, drawn):
+  size, batch_size, hosts, seed, twice = drawn
   inputs = make_hosts(
     name,
     size,
@@ -371,9 +353,8 @@ def test_one_epoch_is_the_dataset_once(
 
 
 @promise(st.integers(1, 3), seeds, has_epochs=True)
-def test_training_sees_each_record_once_an_epoch(
-  name, size, batch_size, hosts, epochs, seed
-):
+def test_training_sees_each_record_once_an_epoch(name, drawn):
+  size, batch_size, hosts, epochs, seed = drawn
   is_sharded = SOURCES[name].is_sharded
   fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
   inputs = make_hosts(name, size, hosts, **fields)
@@ -393,8 +374,9 @@ def test_training_sees_each_record_once_an_epoch(
 
 
 @promise(lives, seeds, saves_position=True)
-def test_resumed_is_uninterrupted(name, size, batch_size, hosts, lives, seed):
+def test_resumed_is_uninterrupted(name, drawn):
   """Also on other hosts with other batches, where the order is global."""
+  size, batch_size, hosts, lives, seed = drawn
   fields = {'input_random_seed': seed, **TRAINING}
   is_sharded = SOURCES[name].is_sharded
   if is_sharded:
