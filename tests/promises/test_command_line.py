@@ -32,6 +32,7 @@ from jaxline.supervision import nonfinite
 from jaxline.supervision import preemption
 from tests import processes
 from tests import remains
+from tests import toys
 from tests.experiments import regression
 from tests.programs import toy
 
@@ -91,12 +92,8 @@ def here(monkeypatch, capfd, caplog):
 
 @pytest.fixture
 def toy_here(here):
-  """Runs the toy experiment in this process, as `run` does in another."""
-
-  def run_here(*args, style='sharded', **kwargs):
-    return here(toy.CLASSES[style], *toy_args(*args, **kwargs))
-
-  return run_here
+  """Runs the toy experiment in this process."""
+  return lambda *args, **kw: here(toy.Sharded, *toy_args(*args, **kw))
 
 
 def records(run_dir, mode, name='loss'):
@@ -114,7 +111,7 @@ def succeeded(result):
 
 
 def test_a_program_trains(tmp_path):
-  program = TOY, 'per_device', 'app_run'
+  program = TOY, 'sharded', 'app_run'
   result = succeeded(processes.run(*program, *toy_args(tmp_path)))
   losses = records(tmp_path, 'train')
   assert list(losses) == [1, 2, 3, 4, 5, 6]
@@ -124,11 +121,10 @@ def test_a_program_trains(tmp_path):
   assert str(tmp_path) in (tmp_path / 'config.json').read_text()
 
 
-@pytest.mark.parametrize('style', ['sharded', 'per_device'])
-def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path, style):
+def test_both_modes_that_train_and_evaluate_agree(toy_here, tmp_path):
   evaluated = []
   for mode in ('train_and_eval', 'train_eval_multithreaded'):
-    result = succeeded(toy_here(tmp_path / mode, style=style, mode=mode))
+    result = succeeded(toy_here(tmp_path / mode, mode=mode))
     assert list(records(tmp_path / mode, 'train')) == [1, 2, 3, 4, 5, 6]
     evaluated.append(records(tmp_path / mode, 'eval'))
     if mode == 'train_and_eval':
@@ -257,6 +253,11 @@ def test_what_is_raised_ends_the_run(toy_here, tmp_path, place, mode):
 # Wrong usage is one line, with the name of what is wrong.
 
 
+class PerDevice(toys.Plain):
+  def __init__(self, mode, init_rng, config):
+    super().__init__(mode, init_rng)
+
+
 @pytest.mark.parametrize(
   ('args', 'said'),
   [
@@ -283,7 +284,7 @@ def test_an_error_of_the_user_is_one_line(
   here, tmp_path, monkeypatch, caplog, args, said
 ):
   monkeypatch.setattr(platform.tempfile, 'tempdir', str(tmp_path))
-  result = here(None if args[:1] == [LM] else toy.PerDevice, *args)
+  result = here(None if args[:1] == [LM] else PerDevice, *args)
   assert result.returncode == 2, result.stderr
   assert result.said.count('\n') == 1, result.said
   assert re.search(said, result.said), result.said
@@ -472,7 +473,7 @@ def test_a_signal_in_the_first_seconds_is_heard(tmp_path, signum, code, secs):
     config.write_text(HIT)
   with processes.started(
     '-c',
-    f"{HEAD}\nprint('main')\nplatform.main(toy.PerDevice, sys.argv[1:])",
+    f"{HEAD}\nprint('main')\nplatform.main(toy.Sharded, sys.argv[1:])",
     *(f'--config={config}', f'--config.checkpoint_dir={tmp_path}/run'),
     *('--config.training_steps=100000', of_kwargs('step_secs', 0.05)),
   ) as process:

@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 
-from jaxline import platform
-from jaxline.metrics import writers
 from tests import remains
 from tests import toys
 
@@ -102,18 +100,3 @@ def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
     assert process.run(2) == [1, 2]
     assert process.curve() == [(1, 0), (2, 1)]
     assert process.texts() == [(0, True)]
-
-
-def test_a_writer_without_files_gets_the_config_once(tmp_path, monkeypatch):
-  class Texts(writers.Backend):
-    kinds = ('texts',)
-
-    def write(self, records):
-      got.extend((record.step, *record.values) for record in records)
-
-  got = []
-  create = lambda *unused: writers.MetricWriter(Texts())
-  monkeypatch.setattr(platform, 'create_writer', create)
-  for steps in (2, 4):
-    Process(tmp_path, 'train').run(steps)
-  assert got == [(0, 'config')]

@@ -56,8 +56,6 @@ class Source:
       hosts is its own, and goes on by itself; else there is one global order.
     has_epochs: whether an epoch is the dataset, each record once.
     evaluates: whether it can be read for one epoch.
-    one_epoch_hosts: whether several hosts may.
-    saves_position: whether it can be resumed.
     needs: the package without which it is skipped.
   """
 
@@ -66,8 +64,6 @@ class Source:
   is_sharded: bool = False
   has_epochs: bool = True
   evaluates: bool = True
-  one_epoch_hosts: bool = True
-  saves_position: bool = True
   needs: str = 'numpy'
 
 
@@ -107,27 +103,6 @@ def make_files(size, **fields):
   return grain.GrainInput(
     files=array_records(size), transformations=[decode], **fields
   )
-
-
-def batches_of(size, rows, repeat, host_index, num_hosts):
-  """Yields the batches of a host; without repeating, the last is short."""
-  part: list[int] = []
-  while True:
-    for number in range(size)[host_index::num_hosts]:
-      part.append(number)
-      if len(part) == rows:
-        yield {'x': np.array(part)}
-        part = []
-    if not repeat:
-      break
-  if part:
-    yield {'x': np.array(part)}
-
-
-def make_generator(size, **fields):
-  repeats = not fields.get('reset_for_eval', False)
-  function = functools.partial(batches_of, size, fields['batch_size'], repeats)
-  return iterable.IterableInput(function=function, **fields)
 
 
 class Dealt(sources.Counted):
@@ -233,12 +208,6 @@ SOURCES = {
   'array_record': Source(make_files),
   'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
   'grain_stream': Source(make_stream, is_sharded=True, evaluates=False),
-  'generator': Source(
-    make_generator,
-    is_sharded=True,
-    one_epoch_hosts=False,
-    saves_position=False,
-  ),
   **{
     f'text_{packing}': Source(
       functools.partial(make_text, packing=packing),
@@ -297,10 +266,6 @@ def make_hosts(name, size, hosts, **fields):
   source = SOURCES[name]
   if source.is_sharded:
     hosts = min(hosts, size)  # Each has a part of its own.
-  if 'reset_for_eval' in fields and not source.one_epoch_hosts:
-    hosts = 1
-  if not source.saves_position:  # In training it would be refused.
-    fields.pop('input_random_seed', None)
   return [
     source.make(size, num_infeed_hosts=hosts, infeed_host_index=host, **fields)
     for host in range(hosts)
@@ -373,7 +338,7 @@ def test_training_sees_each_record_once_an_epoch(name, drawn):
   close(inputs)
 
 
-@promise(lives, seeds, saves_position=True)
+@promise(lives, seeds)
 def test_resumed_is_uninterrupted(name, drawn):
   """Also on other hosts with other batches, where the order is global."""
   size, batch_size, hosts, lives, seed = drawn
