@@ -236,7 +236,11 @@ def test_a_signal_that_all_have_heard_leaves_nobody():
 
 @pytest.mark.parametrize(
   ('place', 'mode'),
-  [('input', 'train'), ('evaluate', 'train_eval_multithreaded')],
+  [
+    ('input', 'train'),
+    ('step', 'train_eval_multithreaded'),
+    ('evaluate', 'train_eval_multithreaded'),
+  ],
 )
 def test_what_is_raised_ends_the_run(toy_here, tmp_path, place, mode):
   # Without the failure the other thread would go on for ten minutes.

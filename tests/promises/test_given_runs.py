@@ -230,22 +230,6 @@ def test_a_directory_supplies_no_code(
   assert jaxline.load(run, {'experiment_class': 'own_module:E'}).count == 3
 
 
-def test_a_directory_names_no_place_to_write(run, tmp_path, capfd):
-  own = {'xla_dump_to': f'{tmp_path}/dump', 'xla_gpu_autotune_level': 2}
-  recorded = base_config.get_base_config().xla.to_dict()
-  recorded |= {'pgle_save': f'{tmp_path}/a.pb', 'flags': own}
-  found = base_config.recorded_config(rewritten(run, xla=recorded))
-  assert found.xla.pgle_save is None
-  assert found.xla.flags.to_dict() == {'xla_gpu_autotune_level': 2}
-  said = capfd.readouterr().err
-  assert 'xla_dump_to' in said
-  assert 'pgle_save' in said
-  config = platform.load_config(
-    [f'--jaxline_run={run}', f'--config.xla.pgle_save={tmp_path}/own.pb']
-  )
-  assert config.xla.pgle_save == f'{tmp_path}/own.pb'
-
-
 def test_the_code_of_a_project_may_lie_around_and_beside_its_runs(
   trained_run, tmp_path, monkeypatch
 ):

@@ -37,6 +37,7 @@ from jaxline.run_directory import store
 from jaxline.supervision import nonfinite
 from tests import remains
 from tests import survivors
+from tests.experiments import regression
 from tests.programs import multi
 from tests.programs import survivor
 
@@ -273,7 +274,7 @@ class Mixed(Survivor):
 
   def train_input(self):
     of = lambda seed, rows: survivor.Input(
-      data=survivor.examples(seed, rows), input_random_seed=seed,
+      data=regression.examples(seed, rows), input_random_seed=seed,
       batch_size=survivor.ROWS, is_training=True,
     )  # fmt: skip
     return mixture.MixtureInput(

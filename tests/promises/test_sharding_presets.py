@@ -1,13 +1,9 @@
 """What each sharding preset makes of the language model, written by hand.
 
 Meshes of devices that are only counted: no array is made.
-
-Shapes: B batch, L length, D embed, F mlp, H heads, K head dim, V vocab.
 """
 
 import jax
-from jax.extend import core
-import jax.numpy as jnp
 import pytest
 
 from examples.lm import model
@@ -27,7 +23,6 @@ CONFIG = model.ModelConfig(
   positions='learned',
   scan_layers=True,
 )
-BATCH = ('replica', 'data', 'expert')
 DATA = ('data', 'expert')
 
 # Of 8 devices. Along each mesh axis that a preset uses there are some.
@@ -78,15 +73,6 @@ def expected(preset):
   }
 
 
-# Between blocks: what L and D are split over, if not whole.
-BETWEEN = {
-  'fsdp_tp': (None, 'mdl'),
-  'sp': ('mdl', None),
-  'pipeline': (None, 'mdl'),
-}
-by_preset = pytest.mark.parametrize('preset', partitioning.PRESETS)
-
-
 def make(preset, rules=None):
   with mesh_lib.on_devices(mesh_lib.abstract_devices(8)):
     return partitioning.Partitioner.make(MESHES[preset], preset, rules)
@@ -105,7 +91,7 @@ def by_name(tree):
   }
 
 
-@by_preset
+@pytest.mark.parametrize('preset', partitioning.PRESETS)
 def test_weights(preset):
   assert by_name(make(preset).specs(weights())) == expected(preset)
   # Learned positions and norms have no axis that `tp` splits.
@@ -113,38 +99,6 @@ def test_weights(preset):
   lines = make(preset).undersharded_weights(weights())
   found = {line.split(' (')[0] for line in lines}
   assert found == (kept if preset == 'tp' else set())
-
-
-def constraints(jaxpr):
-  """Yields (shape, spec) of each constraint, from inside of loops as well."""
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == 'sharding_constraint':
-      yield eqn.invars[0].aval.shape, eqn.params['sharding'].spec
-    for inner in core.jaxprs_in_params(eqn.params):
-      yield from constraints(inner)
-
-
-@by_preset
-def test_activations_of_the_traced_model(preset):
-  tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
-  with make(preset).activate():
-    # Another function each time: JAX keeps what it has traced by mesh, not by
-    # rules.
-    traced = jax.make_jaxpr(lambda p, t: model.apply(p, t, CONFIG))(
-      partitioning.unbox(weights()), tokens
-    )
-  found = {}
-  for shape, spec in constraints(traced.jaxpr):
-    found.setdefault(shape, set()).add(spec)
-  length, embed = BETWEEN.get(preset, (None, None))
-  inside = SPLITS[preset].get('mlp')
-  assert found == {
-    # Whole sequences go into the product with the table.
-    (16, 32, 64): {P(BATCH, length, embed), P(BATCH, None, embed)},
-    (16, 32, 4, 16): {P(BATCH, None, inside, None)},  # Queries.
-    (16, 32, 256): {P(BATCH, None, inside)},  # The hidden layer.
-    (16, 32, 512): {P(BATCH, None, inside)},  # Logits.
-  }
 
 
 def test_rules_are_changed_by_config_values():
