@@ -102,14 +102,13 @@ CASES = {
     pieces=(2, 4, 1),
   ),
   'circular_pipeline': Case(
-    devices=4,
     sharding='pipeline',
-    ici={'data': 2},
+    ici={'data': 2, 'mdl': 2},
     dcn={'stage': 2},
     accumulation=2,
     model=pipelined(2, 4, 2),
     packing='padded',
-    pieces=(2, 1, 2),
+    pieces=(2, 2, 2),
   ),
   'one_device_again': Case(
     devices=1,
