@@ -263,6 +263,8 @@ if __name__ == '__main__':
   seed = os.environ.get('MULTI_SEED', '')
   if seed:
     put_snapshot(int(seed))
-  platform.main(CLASSES[style], argv)
-  if seed:
-    say_saved()
+  try:  # It ends by SystemExit.
+    platform.main(CLASSES[style], argv)
+  finally:
+    if seed:
+      say_saved()

@@ -17,7 +17,6 @@ from jaxline import experiment
 from jaxline.checkpoint import protocol
 from jaxline.run_directory import notes
 from jaxline.supervision import budget
-from jaxline.supervision import nonfinite
 from tests import remains
 from tests import several
 from tests import toys
@@ -169,22 +168,6 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
   (tmp_path / 'checkpoints' / 'ended.json').unlink()
   result = jaxline.fit(cls, config)
   assert int(result.experiment.state.step) == 9
-
-
-class StopsBehindNan(Stops):
-  place, at = 'behind', 3
-
-  def train_input(self):
-    return regression.Scaled(self.batch_size, {2: math.nan})
-
-
-def test_stop_training_behind_a_nan_saves_nothing(tmp_path):
-  config = regression.get_config(9)
-  config.checkpoint_dir = str(tmp_path)
-  config.save_checkpoint_interval = 2
-  with pytest.raises(nonfinite.NonfiniteError, match='step 3'):
-    jaxline.fit(StopsBehindNan, config)
-  assert remains.newest(tmp_path) == 2
 
 
 @pytest.mark.process
