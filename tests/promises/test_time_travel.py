@@ -21,6 +21,7 @@ import pytest
 
 import jaxline
 from jaxline import base_config
+from jaxline import errors
 from jaxline import metrics
 from jaxline import platform
 from jaxline.metrics import fingerprints
@@ -108,6 +109,8 @@ def test_a_fork_is_replayed_from_where_it_began(tmp_path, capsys):
   run(fork, more | {'restore_from': str(source)})
   assert cli.main(['replay', str(fork), '6']) == 0
   assert 'from step 4 to' in capsys.readouterr().out
+  with pytest.raises(errors.UsageError, match='began at step 4'):
+    replay.open_replay(fork, 4).__enter__()
 
 
 # What is logged behind the steps that are asked for does not count.
