@@ -8,18 +8,15 @@ as JSON what this process sees.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import pathlib
 import sys
-import zlib
 
 import jax
 import numpy as np
 
 from jaxline import base_config
 from jaxline import platform
-from jaxline import utils
 from jaxline.inputs import base as inputs
 from jaxline.inputs import indexed
 from jaxline.parallel import devices
@@ -30,9 +27,6 @@ from tests.experiments import regression
 STEPS = 2  # Of each leg: before, in the processes, after.
 GLOBAL_BATCH = 12
 EVAL_RECORDS = 41  # The last batch has five, for more hosts than that fills.
-# Rows of each batch of each host of an uneven evaluation.
-UNEVEN = (5, 5, 2), (4, 3), (5,), (1,)
-EMPTY = (4,), (), (4,), (4,)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -57,47 +51,6 @@ class Regression(regression.Regression):
   def eval_input(self, shard):
     rows = inputs.per_host(GLOBAL_BATCH, shard)
     return Examples(batch_size=rows, shard=shard, reset_for_eval=True)
-
-
-class Uneven(regression.Drawing):
-  """Each host evaluates on batches of its own, and on its own number."""
-
-  sizes = UNEVEN
-
-  def eval_input(self, shard):
-    sizes = self.sizes[: shard.count]
-    first = sum(map(sum, sizes[: shard.index]))
-    for rows in sizes[shard.index]:
-      yield regression.examples(1, rows, first)
-      first += rows
-
-  def eval_outputs(self, params, model_state, batch, rng):
-    return batch['x'][:, 0]
-
-  def reduce_outputs(self, outputs):
-    return {'order': zlib.crc32(outputs.tobytes())}
-
-
-def uneven_rows(num_hosts):
-  """Returns the numbers of the rows, batch by batch, and in each by host."""
-  sizes = UNEVEN[:num_hosts]
-  count = itertools.count()
-  hosts = [[[next(count) for _ in range(n)] for n in own] for own in sizes]
-  batches = itertools.zip_longest(*hosts, fillvalue=[])
-  return [i for batch in batches for rows in batch for i in rows]
-
-
-def evaluate_uneven(config):
-  """Returns the scalars of two evaluations, and the error of an empty host."""
-  live = Uneven('eval', jax.random.PRNGKey(0), run_config=config)
-  scalars = [regression.evaluate(live) for _ in range(2)]
-  assert live.compiled_eval_step._cache_size() == 1
-  live.sizes = EMPTY
-  try:
-    regression.evaluate(live)
-  except ValueError as e:
-    return scalars, str(e)
-  return scalars, ''
 
 
 def make(folder, sharding, mesh):
@@ -137,14 +90,6 @@ def restore(config, live):
     checkpointer.restore('latest')
 
 
-def save_and_restore_in_memory(config, live):
-  checkpointer = utils.InMemoryCheckpointer(config, 'train')
-  checkpointer.get_experiment_state('latest').experiment_module = live
-  checkpointer.save('latest')
-  train(live)
-  checkpointer.restore('latest')
-
-
 def train(live):
   """Returns the losses of the next steps."""
   rows = regression.train_steps(live, STEPS)
@@ -169,14 +114,12 @@ def run(folder, name, sharding, mesh):
   losses = train(live)
   config.checkpoint_dir = str(folder / name)
   save(config, live)
-  save_and_restore_in_memory(config, live)
   w = live.state.params['w']
   return {
     'restored': restored,
     'losses': losses,
     'saved': regression.digest(live.state),
     'eval': regression.evaluate(live),
-    'uneven': evaluate_uneven(config),
     'host': live.partitioner.host,
     'slices': live.partitioner.slices,
     'shards': [shard.data.shape for shard in w.addressable_shards],

@@ -1,18 +1,17 @@
 """Experiments on several processes, as tests/several.py runs them.
 
 Arguments: coordinator's address, number of processes, this process, the style
-('sharded', 'per_device' or 'fed'), and then `platform.main`'s command line.
+('sharded' or 'per_device'), and then `platform.main`'s command line.
 
 The environment's MULTI_FAULT, 'PROCESS:PLACE:STEP:WHAT' or several of them with
 commas between, says what befalls which process where: see `fault`. (Not the
 config: a run with another config would be another run.) MULTI_STEP_SECS is how
 long a step takes at least, MULTI_HEARTBEAT_SECS JAX's patience with a process.
-MULTI_WORKERS is how many processes read for each of the 'fed' style.
-MULTI_SEED, 'STEP,STEP', is the step of the snapshot that each process begins
-from, in the style 'per_device'; behind the run each says what it has saved.
+MULTI_SEED is the step of the snapshot that each process begins from, in the
+style 'per_device'; behind the run each says what it has saved.
 """
 
-import dataclasses
+import functools
 import json
 import os
 import signal
@@ -21,24 +20,19 @@ import threading
 import time
 import zlib
 
-import events
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxline import experiment
-from jaxline import metrics
 from jaxline import platform
-from jaxline import sharded
 from jaxline import utils
 from jaxline.checkpoint import arrays
-from jaxline.inputs import base
-from jaxline.inputs import indexed
 from jaxline.supervision import preemption
 from tests.experiments import regression
+from tests.programs import events
 
-WORKERS = int(os.environ.get('MULTI_WORKERS', '0'))
 SIGNALS = {
   'term': signal.SIGTERM,
   'int': signal.SIGINT,
@@ -64,11 +58,11 @@ def fault(place, step):
     step: which one.
 
   Returns:
-    Whether this step's loss is to be NaN.
+    Whether this batch is to be NaN.
   """
   if place == 'step':
     events.write('step', step=step)  # So many have been taken.
-    time.sleep(float(os.environ['MULTI_STEP_SECS']))
+    time.sleep(float(os.environ.get('MULTI_STEP_SECS', '0')))
   here = [str(jax.process_index()), place, str(step)]
   for text in filter(None, os.environ.get('MULTI_FAULT', '').split(',')):
     *where, what = text.split(':')
@@ -80,8 +74,6 @@ def fault(place, step):
       raise experiment.StopTraining('enough')
     if what == 'raise':
       raise Failure(f'{place} {step}')
-    if what == 'sleep':
-      time.sleep(3600)
     os.kill(os.getpid(), SIGNALS[what])
   return False
 
@@ -151,7 +143,7 @@ class Sharded(Reporting, regression.Regression):
     fault('evaluate', int(global_step))
     scalars = super().evaluate(global_step=global_step, rng=rng, writer=writer)
     say('evaluated', step=int(global_step), loss=scalars['loss'])
-    return scalars
+    return scalars | {'own': 0.5 + jax.process_index()}
 
   def _say(self, what):
     if self.mode == 'train':
@@ -165,56 +157,19 @@ class Sharded(Reporting, regression.Regression):
       )  # fmt: skip
 
 
-RECORDS, GLOBAL_BATCH = 41, 12
+OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(indexed.IndexedInput):
-  """The numbers up to 40."""
-
-  def num_records(self):
-    return RECORDS
-
-  def read(self, records, epochs):
-    return base.Batch(x=np.float32(records))
-
-
-class Fed(Reporting, sharded.ShardedExperiment):
-  """Reports which records a step or an evaluation saw, and in which rows."""
-
-  def __init__(self, mode, init_rng, *, run_config=None):
-    super().__init__(mode, init_rng, run_config=run_config)
-    self.rows = GLOBAL_BATCH // jax.process_count()
-
-  def init_fn(self, rng):
-    return {'w': jnp.zeros([])}, {}
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    x, one = batch['x'], jnp.ones([])
-    places = jnp.arange(1, x.shape[0] + 1, dtype=jnp.float32)
-    seen = {
-      'loss': metrics.Mean.of(
-        jnp.square(params['w'] - x / 20), batch['weights']
-      ),
-      # Whole numbers, small enough to be exact.
-      'order': metrics.Mean(jnp.sum(x * places * batch['weights']), one),
-      'squares': metrics.Mean(jnp.sum(x * x * batch['weights']), one),
-    }
-    return seen['loss'].compute(), seen, model_state
-
-  def make_optimizer(self):
-    return optax.sgd(0.01)
-
-  def train_input(self):
-    return Numbers(batch_size=self.rows, is_training=True, num_workers=WORKERS)
-
-  def eval_input(self):
-    raise NotImplementedError
-
-  def _say(self, what):
-    if self.mode == 'train':
-      position = json.loads(self.train_feed.position)['position']
-      say(what, step=int(self.state.step), position=position)
+@functools.partial(jax.pmap, axis_name='i', donate_argnums=(0, 1))
+def descend(w, opt_state, rng):
+  """A step of `PerDevice`."""
+  x = jax.random.normal(rng, [4, 4])
+  loss, grad = jax.value_and_grad(
+    lambda w: jnp.square(x * w[None] - 2 * x).mean()
+  )(w)
+  loss, grad = jax.lax.pmean((loss, grad), 'i')
+  updates, opt_state = OPTIMIZER.update(grad, opt_state, w)
+  return optax.apply_updates(w, updates), opt_state, loss
 
 
 class PerDevice(Reporting, experiment.AbstractExperiment):
@@ -227,47 +182,27 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
     super().__init__(mode=mode, init_rng=init_rng)
     self.mode = mode
     fault('start', 0)
-    self.optimizer = optax.adam(0.05)
     w = jax.random.normal(init_rng, [4])
     self._w = utils.bcast_local_devices(w)
-    self._opt_state = utils.bcast_local_devices(self.optimizer.init(w))
+    self._opt_state = utils.bcast_local_devices(OPTIMIZER.init(w))
     self._own = {'total': np.zeros([], np.int64), 'host': jax.process_index()}
-    self.update = jax.pmap(self._update, axis_name='i', donate_argnums=(0, 1))
-    self.loss = jax.pmap(
-      lambda w: jax.lax.pmean(jnp.square(w - 2).mean(), 'i'), axis_name='i'
-    )
-
-  def _update(self, w, opt_state, rng):
-    def loss_fn(w):
-      x = jax.random.normal(rng, [4, 4])
-      return jnp.square(x * w[None] - 2 * x).mean()
-
-    loss, grad = jax.value_and_grad(loss_fn)(w)
-    loss, grad = jax.lax.pmean((loss, grad), 'i')
-    updates, opt_state = self.optimizer.update(grad, opt_state, w)
-    return optax.apply_updates(w, updates), opt_state, {'loss': loss}
 
   def step(self, *, global_step, rng, writer):
     step = int(global_step[0])
-    if fault('step', step):
-      self._w = self._w * np.float32('nan')
+    fault('step', step)
     self._own['total'] = self._own['total'] * 3 + step + jax.process_index()
-    self._w, self._opt_state, scalars = self.update(
-      self._w, self._opt_state, rng
-    )
-    return utils.get_first(scalars)
+    self._w, self._opt_state, loss = descend(self._w, self._opt_state, rng)
+    return {'loss': loss[0]}
 
   def evaluate(self, *, global_step, rng, writer):
     fault('evaluate', int(global_step[0]))
-    loss = float(self.loss(self._w)[0])
+    loss = float(jnp.square(self._w[0] - 2).mean())
     say('evaluated', step=int(global_step[0]), loss=loss)
     return {'loss': loss}
 
   def _say(self, what):
     if self.mode == 'train':
-      state = utils.get_first((self._w, self._opt_state))
-      own = {name: int(x) for name, x in self._own.items()}
-      say(what, digest=regression.digest(state), position=own)
+      say_of(what, self._w, self._opt_state, self._own)
 
 
 def fault_in_saves():
@@ -288,7 +223,7 @@ def put_snapshot(step):
   w = np.arange(4, dtype=np.float32)
   module = {
     'w': w,
-    'opt_state': optax.adam(0.05).init(w),
+    'opt_state': OPTIMIZER.init(w),
     'own': {'total': np.int64(5), 'host': jax.process_index()},
   }
   nest = {'global_step': step, 'experiment_module': module}
@@ -300,17 +235,17 @@ def put_snapshot(step):
 def say_saved():
   """Does what a program does that saves a file of its own."""
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
-  state = utils.get_first(
-    (nest.experiment_module._w, nest.experiment_module._opt_state)
-  )
-  own = nest.experiment_module.to_dict()['own']
-  say(
-    'saved', step=nest.global_step, digest=regression.digest(state),
-    own=int(own['total']),
-  )  # fmt: skip
+  module = nest.experiment_module
+  say_of('saved', module._w, module._opt_state, module.to_dict()['own'])
 
 
-CLASSES = {'sharded': Sharded, 'per_device': PerDevice, 'fed': Fed}
+def say_of(what, w, opt_state, own):
+  own = {name: int(x) for name, x in own.items()}
+  digest = regression.digest(utils.get_first((w, opt_state)))
+  say(what, digest=digest, position=own)
+
+
+CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
 
 if __name__ == '__main__':
   address, num_processes, process, style, *argv = sys.argv[1:]
@@ -325,11 +260,11 @@ if __name__ == '__main__':
     )
   fault_in_saves()
   events.install()
-  seeds = os.environ.get('MULTI_SEED', '')
-  if seeds and (seed := seeds.split(',')[int(process)]):
+  seed = os.environ.get('MULTI_SEED', '')
+  if seed:
     put_snapshot(int(seed))
-  try:
+  try:  # It ends by SystemExit.
     platform.main(CLASSES[style], argv)
   finally:
-    if seeds:
+    if seed:
       say_saved()

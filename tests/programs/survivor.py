@@ -18,16 +18,11 @@ import sys
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 from ml_collections import config_dict
 import numpy as np
-import optax
 
 from jaxline import experiment
-from jaxline import metrics
 from jaxline import platform
-from jaxline import sharded
 from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.metrics import console
@@ -36,7 +31,6 @@ from tests.programs import events
 
 FAULTS = json.loads(os.environ.get('SURVIVOR', '{}'))
 _NEVER = 1 << 60
-FEATURES, WIDTH = 6, 16
 ROWS, BATCHES = 8, 7  # Of an epoch.
 
 
@@ -46,13 +40,6 @@ def get_config() -> config_dict.ConfigDict:
   config.max_checkpoints_to_keep = 3
   config.watchdog_secs = 60.0
   return config
-
-
-def examples(seed, rows):
-  """Returns rows of a function to learn."""
-  x = np.random.default_rng(seed).normal(size=[rows, FEATURES])
-  y = np.sin(x.sum(-1, keepdims=True))
-  return {'x': x.astype(np.float32), 'y': y.astype(np.float32)}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -77,42 +64,18 @@ class Input(indexed.IndexedInput):
     return batch
 
 
-class Survivor(sharded.ShardedExperiment):
-  """Learns a sine, with dropout and a running mean."""
-
-  def init_fn(self, rng):
-    rngs = jax.random.split(rng)
-    params = {
-      'w': jax.random.normal(rngs[0], [FEATURES, WIDTH]),
-      'v': 0.1 * jax.random.normal(rngs[1], [WIDTH, 1]),
-    }
-    return params, {'mean': jnp.zeros([FEATURES])}
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    mean, x = model_state['mean'], batch['x']
-    hidden = jnp.tanh((x - mean[None]) @ params['w'])
-    if is_training:
-      kept = jax.random.bernoulli(rng, 0.8, hidden.shape)
-      hidden = jnp.where(kept, hidden / 0.8, 0.0)
-      mean = 0.9 * mean + 0.1 * x.mean(0)
-    losses = jnp.square(hidden @ params['v'] - batch['y']).sum(-1)
-    loss = metrics.Mean.of(losses, batch['weights'])
-    return loss.compute(), {'loss': loss}, {'mean': mean}
-
-  def make_optimizer(self):
-    return optax.adam(0.02)
+class Survivor(regression.Regression):
+  """The regression, on data of its own."""
 
   def train_input(self):
     return Input(
-      data=examples(0, ROWS * BATCHES),
+      data=regression.examples(0, ROWS * BATCHES),
       batch_size=ROWS,
-      input_random_seed=4,  # With which step 25 is the best so far.
       is_training=True,
     )
 
   def eval_input(self):
-    halves = examples(1, ROWS), examples(2, ROWS // 2)
-    data = jax.tree.map(lambda *x: np.concatenate(x), *halves)
+    data = regression.examples(1, ROWS + ROWS // 2)
     return Input(data=data, batch_size=ROWS, reset_for_eval=True)
 
   def step(self, *, global_step, rng, writer):

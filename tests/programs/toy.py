@@ -1,4 +1,4 @@
-"""Toy experiments in both styles, run as programs by test_command_line.py.
+"""A toy experiment, run as a program by test_command_line.py.
 
 Faults are injected by config: see toy_config.py.
 """
@@ -9,12 +9,8 @@ import time
 
 from absl import app
 from absl import flags
-import jax
-import jax.numpy as jnp
 
-from jaxline import experiment
 from jaxline import platform
-from jaxline import utils
 from tests.experiments import regression
 
 
@@ -36,12 +32,6 @@ class Sharded(regression.Regression):
     self.config = config
     super().__init__(mode, init_rng, run_config=run_config, sharding='fsdp')
 
-  def loss_fn(self, params, *args):
-    if self.config.show_values:
-      print(f'loss_fn sees {params["w"]!r}', flush=True)
-    loss, values, state = super().loss_fn(params, *args)
-    return loss, {'loss': values['loss']}, state
-
   def train_input(self):
     for number, batch in enumerate(super().train_input()):
       fault(self.config, 'input', number)
@@ -57,42 +47,7 @@ class Sharded(regression.Regression):
     return super().evaluate(global_step=global_step, rng=rng, writer=writer)
 
 
-class PerDevice(experiment.AbstractExperiment):
-  """Learns y = 2 x in JAXline's style."""
-
-  CHECKPOINT_ATTRS = {'_w': 'w'}
-
-  def __init__(self, mode, init_rng, config):
-    super().__init__(mode=mode, init_rng=init_rng)
-    self.config = config
-    n = jax.local_device_count()
-    w = jax.random.normal(init_rng, [4])
-    self._w = jax.pmap(lambda x: x)(jnp.stack([w] * n))
-    self.update = jax.pmap(self._update, axis_name='i', donate_argnums=0)
-
-  def _update(self, w, rng):
-    def loss_fn(w):
-      x = jax.random.normal(rng, [4, 4])
-      if self.config.show_values:
-        print(f'loss_fn sees {w!r}', flush=True)
-      return jnp.square(x * w[None] - 2 * x).mean()
-
-    loss, grad = jax.value_and_grad(loss_fn)(w)
-    grad = jax.lax.pmean(grad, 'i')
-    return w - 0.05 * grad, {'loss': jax.lax.pmean(loss, 'i')}
-
-  def step(self, *, global_step, rng, writer):
-    time.sleep(self.config.step_secs)
-    fault(self.config, 'step', int(global_step[0]))
-    self._w, scalars = self.update(self._w, rng)
-    return utils.get_first(scalars)
-
-  def evaluate(self, *, global_step, rng, writer):
-    fault(self.config, 'evaluate', int(global_step[0]))
-    return {'loss': float(jnp.square(self._w[0] - 2).mean())}
-
-
-CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
+CLASSES = {'sharded': Sharded}
 
 if __name__ == '__main__':
   style, form, *argv = sys.argv[1:]

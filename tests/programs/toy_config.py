@@ -13,7 +13,6 @@ def get_config() -> config_dict.ConfigDict:
       'fault': '',  # Where to fail: 'step', 'evaluate' or 'input'.
       'fault_step': 0,  # From which step on.
       'step_secs': 0.0,  # How long a step takes at least, in seconds.
-      'show_values': False,  # Print what the loss function sees.
     }
   )
   return config

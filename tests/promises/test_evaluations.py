@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 
-from jaxline import platform
-from jaxline.metrics import writers
 from tests import remains
 from tests import toys
 
@@ -35,13 +33,7 @@ def test_a_damaged_best_one_does_not_keep_a_run_from_going_on(tmp_path):
     assert remains.steps(tmp_path, 'best') == [steps]
 
 
-def test_checkpoints_behind_the_last_step_are_evaluated_too(tmp_path):
-  Process(tmp_path, 'train', max_checkpoints_to_keep=100).run(4)
-  assert Process(tmp_path, 'eval').run(2) == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize('is_noted', [True, False])
-@pytest.mark.parametrize('forks', [False, True])
+@pytest.mark.parametrize(('forks', 'is_noted'), [(False, False), (True, True)])
 def test_killed_between_the_first_evaluation_and_the_first_save(
   forks, is_noted, tmp_path
 ):
@@ -65,12 +57,11 @@ def test_killed_between_the_first_evaluation_and_the_first_save(
   assert process.texts() == process.texts('train') == [(0, True)]
 
 
-@pytest.mark.parametrize('initial', [True, False])
-def test_killed_behind_the_save_before_the_first_step(initial, tmp_path):
+def test_killed_behind_the_save_before_the_first_step(tmp_path):
   process = Process(
     tmp_path,
     save_initial_train_checkpoint=True,
-    eval_initial_weights=initial,
+    eval_initial_weights=True,
     save_checkpoint_interval=3,
   )
   for dies_at in (0, 2):
@@ -78,15 +69,16 @@ def test_killed_behind_the_save_before_the_first_step(initial, tmp_path):
     assert remains.steps(tmp_path) == [0]
     assert process.texts() == process.texts('train') == [(0, True)]
   process.run(3)
-  steps = [0, 1, 2, 3] if initial else [1, 2, 3]
-  assert [step for step, _ in process.curve()] == steps
+  assert [step for step, _ in process.curve()] == [0, 1, 2, 3]
   assert process.texts() == process.texts('train') == [(0, True)]
 
 
-@pytest.mark.parametrize('mode', ['train_and_eval', 'train'])
-@pytest.mark.parametrize('rules', [(), [('w', 'w')]])
+@pytest.mark.parametrize(('mode', 'rules', 'first'), [
+  ('train_and_eval', (), 4), ('train_and_eval', [('w', 'w')], 0),
+  ('eval', [('w', 'w')], 0),
+])  # fmt: skip
 def test_restored_weights_are_evaluated_before_the_first_step(
-  rules, mode, tmp_path
+  mode, rules, first, tmp_path
 ):
   Process(tmp_path / 'other', 'train').run(4)
   values = {
@@ -95,12 +87,9 @@ def test_restored_weights_are_evaluated_before_the_first_step(
     'eval_initial_weights': True,
     'eval_interval': 5,
     'save_checkpoint_interval': 5,
-    'max_checkpoints_to_keep': 9,
   }
   found = Process(tmp_path / 'run', mode, **values).run(6)
-  if mode == 'train':
-    found = Process(tmp_path / 'run', 'eval', **values).run(6)
-  assert found == [0 if rules else 4, 5, 6]
+  assert found == [first, 5, 6]
 
 
 def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
@@ -111,18 +100,3 @@ def test_a_run_that_begins_anew_has_none_of_the_old_log(tmp_path):
     assert process.run(2) == [1, 2]
     assert process.curve() == [(1, 0), (2, 1)]
     assert process.texts() == [(0, True)]
-
-
-def test_a_writer_without_files_gets_the_config_once(tmp_path, monkeypatch):
-  class Texts(writers.Backend):
-    kinds = ('texts',)
-
-    def write(self, records):
-      got.extend((record.step, *record.values) for record in records)
-
-  got = []
-  create = lambda *unused: writers.MetricWriter(Texts())
-  monkeypatch.setattr(platform, 'create_writer', create)
-  for steps in (2, 4):
-    Process(tmp_path, 'train').run(steps)
-  assert got == [(0, 'config')]

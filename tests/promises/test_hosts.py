@@ -1,27 +1,20 @@
 """Several processes compute what one does, and go on where another number was.
 
 Meshes that lie across processes, as `jaxline.launch` starts them; the keys of
-their devices; who reads what; evaluations whose processes disagree. Faults of
-several processes are in test_lost_hosts.py, and golden/runs.py has
-the language model.
+their devices; who reads what. Faults of several processes are in
+test_lost_hosts.py, and golden/runs.py has the language model.
 """
 
-import importlib
 import json
 import os
 import re
 import sys
-import zlib
 
 import jax
 import numpy as np
 import pytest
 
-from jaxline.runs import explain
-from jaxline.runs import replay
 from tests import processes
-from tests import remains
-from tests import several as multi
 from tests.experiments import regression
 from tests.programs import hosts
 
@@ -66,24 +59,18 @@ def alone(tmp_path_factory):
   return folder, seen
 
 
-def launch(count, *args, **kwargs):
-  """Runs a program as so many processes of a device each."""
-  done = processes.run(
-    *('-m', 'jaxline.launch', '--processes', count),
-    *('--devices-per-process', 1, '--', sys.executable, *args),
-    # Most of the time would go into LLVM.
-    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0',
-    **kwargs,
-  )
-  return done
-
-
 @pytest.fixture(scope='module')
 def four(alone):
   """What each of four processes saw, that went on from the checkpoint."""
   folder, _ = alone
   cases = [{'name': name, **case} for name, (case, *_) in MESHES.items()]
-  done = launch(4, HOSTS, folder, json.dumps(cases), timeout=160)
+  done = processes.run(
+    *('-m', 'jaxline.launch', '--processes=4', '--devices-per-process=1', '--'),
+    *(sys.executable, HOSTS, folder, json.dumps(cases)),
+    timeout=160,
+    # Most of the time would go into LLVM.
+    XLA_FLAGS=f'{os.environ["XLA_FLAGS"]} --xla_backend_optimization_level=0',
+  )
   assert done.returncode == 0, done.stderr[-9000:]
   found = re.findall(r'^\[(\d)\] (\{".*\})$', done.stdout, re.M)
   seen = {int(process): json.loads(line) for process, line in found}
@@ -113,26 +100,6 @@ def test_four_processes_are_as_one(name, alone, four):
 
 
 @pytest.mark.parametrize('name', MESHES)
-def test_an_uneven_evaluation_counts_every_example_once(name, four):
-  _, rows, _ = MESHES[name]
-  num_hosts = rows[0][1]
-  total = sum(map(sum, hosts.UNEVEN[:num_hosts]))
-  state = hosts.Uneven('eval', jax.random.PRNGKey(0)).state
-  loss = hosts.regression.expected_evaluation(state, [total])
-  # Three global batches, each with a key of its own.
-  draw = hosts.regression.drawn(jax.random.PRNGKey(2), [''], batches=3)['']
-  expected = {'loss': loss, 'rows': total / 3, 'draw': draw}
-  x = regression.examples(1, total)['x'][hosts.uneven_rows(num_hosts), 0]
-  order = zlib.crc32(x.tobytes())
-  for process in four:
-    found, error = process[name]['uneven']
-    for scalars in found:
-      assert scalars.pop('order') == order
-      assert scalars == pytest.approx(expected, rel=2e-5)
-    assert ('gave no batch' in error) == (num_hosts > 1)
-
-
-@pytest.mark.parametrize('name', MESHES)
 def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
   folder, expected = alone
   config, live = hosts.make(folder / name, 'fsdp', {})
@@ -150,70 +117,3 @@ def test_keys_of_steps_are_by_the_number_of_the_device_among_all(four):
       ('unique_host_unique_device', jax.random.fold_in(step_key, i)),
     ):
       assert process['keys'][mode] == [jax.random.fold_in(key, i).tolist()]
-
-
-SEEN = ('order', 'squares')
-
-
-def fed(directory, processes, steps):
-  return multi.run(
-    directory,
-    'fed',
-    '--config.save_checkpoint_interval=3',
-    processes=processes,
-    steps=steps,
-  )
-
-
-def seen(directory):
-  """Returns step -> what the records of that step's batch add up to."""
-  return {
-    row['step']: {name: row[name] for name in SEEN}
-    for row in remains.curve(directory, 'train')
-    if 'order' in row
-  }
-
-
-@pytest.mark.timeout(300)
-def test_any_number_of_processes_goes_on_with_the_same_rows(
-  tmp_path, monkeypatch
-):
-  directory, straight = tmp_path / 'run', tmp_path / 'straight'
-  fed(straight, 1, 12)  # Three epochs and a half.
-  monkeypatch.setenv('MULTI_WORKERS', '1')
-  fed(directory, 2, 3)
-  monkeypatch.setenv('MULTI_WORKERS', '0')
-  for result in fed(directory, 4, 6):
-    assert result.the('restored')['position'] == 36
-  fed(directory, 1, 12)
-  assert seen(directory) == seen(straight)
-  # A step of four processes is explained by one, which has all rows.
-  monkeypatch.syspath_prepend(multi.PROGRAM.parent)
-  experiment_class = importlib.import_module('multi').Fed
-  with replay.open_replay(directory, 6, experiment_class) as found:
-    rows = explain.explain(found, 6)
-  numbers = [int(row.where.removeprefix('record ')) for row in rows]
-  assert sum(n * n for n in numbers) == seen(straight)[6]['squares']
-
-
-@pytest.mark.parametrize(
-  ('name', 'metric', 'code'), [('Sharded', 'own', 2), ('PerDevice', 'own', 0)]
-)
-def test_processes_that_disagree_are_told(name, metric, code, tmp_path):
-  done = launch(
-    2,
-    processes.ROOT / 'experiment.py',
-    f'--config={processes.ROOT}/tests/programs/disagree.py:{name}',
-    *('--jaxline_mode=train_and_eval', f'--config.checkpoint_dir={tmp_path}'),
-    f'--config.best_model_eval_metric={metric}',
-  )
-  output = done.stdout + done.stderr
-  assert done.returncode == code, output
-  other = {
-    'Sharded': '0.5 in process 0, 1.5',
-    'PerDevice': '1.0 in process 0, None',
-  }
-  said = f'own is {other[name]} in process 1'
-  ours = [x for x in output.splitlines() if x.startswith('[0]') and said in x]
-  assert len(ours) == 1, output  # Once, although it is evaluated three times.
-  assert ('New best' in output) == (code == 0)

@@ -9,9 +9,10 @@ its own.
 
 import atexit
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 import tempfile
 from typing import Any
@@ -22,8 +23,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from examples.pax.inputs import lingvo
-from examples.pax.inputs import seqio as seqio_input
 from examples.pax.inputs import tfdata
 from jaxline import inputs as inputs_lib
 from jaxline.inputs import base
@@ -36,18 +35,11 @@ from tests import sources
 # The same examples each time: a failure is found again, and the time bounded.
 SETTINGS = hypothesis.settings(
   derandomize=True,
+  max_examples=12,
   deadline=None,
   database=None,
   suppress_health_check=list(hypothesis.HealthCheck),
 )
-SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
-# How many examples in which tier. Grain starts threads for each iterator.
-# TensorFlow builds a graph for each epoch of each input, and SeqIO several.
-GRAIN = {'': 10, 'slow': 60}
-TENSORFLOW = {'': 5, 'slow': 60}
-# The first two of Hypothesis have one host.
-SEQIO = {'': 4, 'slow': 20}
-WORKERS = {'slow': 3}
 ONE_EPOCH = sources.ONE_EPOCH
 TRAINING = {'is_training': True}
 
@@ -64,10 +56,7 @@ class Source:
       hosts is its own, and goes on by itself; else there is one global order.
     has_epochs: whether an epoch is the dataset, each record once.
     evaluates: whether it can be read for one epoch.
-    one_epoch_hosts: whether several hosts may.
-    saves_position: whether it can be resumed.
     needs: the package without which it is skipped.
-    examples: how many of a test, by the mark of the tier; '' is the default.
   """
 
   make: Callable[..., base.BaseInput]
@@ -75,12 +64,7 @@ class Source:
   is_sharded: bool = False
   has_epochs: bool = True
   evaluates: bool = True
-  one_epoch_hosts: bool = True
-  saves_position: bool = True
   needs: str = 'numpy'
-  examples: Mapping[str, int] = dataclasses.field(
-    default_factory=lambda: {'': 30}
-  )
 
 
 def make_numbers(size, **fields):
@@ -121,51 +105,17 @@ def make_files(size, **fields):
   )
 
 
-def batches_of(size, rows, repeat, host_index, num_hosts):
-  """Yields the batches of a host; without repeating, the last is short."""
-  part: list[int] = []
-  while True:
-    for number in range(size)[host_index::num_hosts]:
-      part.append(number)
-      if len(part) == rows:
-        yield {'x': np.array(part)}
-        part = []
-    if not repeat:
-      break
-  if part:
-    yield {'x': np.array(part)}
-
-
-def make_generator(size, **fields):
-  function = functools.partial(
-    batches_of,
-    size,
-    fields['batch_size'],
-    not fields.get('reset_for_eval', False),
-  )
-  return iterable.IterableInput(function=function, **fields)
-
-
-class Dealt:
+class Dealt(sources.Counted):
   """An iterator of a host's batches; it changes its own state in place."""
 
   def __init__(self, numbers, rows):
+    super().__init__()
     self.numbers, self.rows = numbers, rows
-    self.state = {'next': np.zeros([], np.int64)}
-
-  def __iter__(self):
-    return self
 
   def __next__(self):
     places = self.state['next'] + np.arange(self.rows)
     self.state['next'] += self.rows
     return {'x': self.numbers[places % len(self.numbers)]}
-
-  def get_state(self):
-    return self.state
-
-  def set_state(self, state):
-    self.state = state
 
 
 def make_iterator(size, **fields):
@@ -189,29 +139,6 @@ def make_stream(size, **fields):
   return iterable.as_input(stream, is_training=True, shard=shard)
 
 
-class Lingvos:
-  """The batches of a function, with the interface of Lingvo's generators."""
-
-  def __init__(self, rows, function, *args):
-    self.InfeedBatchSize = lambda: rows
-    self.make = functools.partial(function, *args)
-    self.Reset()
-
-  def Reset(self):
-    self.batches = self.make()
-
-  def GetPreprocessedInputBatch(self):
-    return next(self.batches)
-
-
-def make_lingvo(size, **fields):
-  """Makes an adaptor of a generator of batches with three times the rows."""
-  rows = 3 * fields['batch_size']
-  dealt = fields['infeed_host_index'], fields['num_infeed_hosts']
-  generator = Lingvos(rows, batches_of, size, rows, True, *dealt)
-  return lingvo.LingvoInputAdaptorNewBatchSize(input=generator, **fields)
-
-
 def make_text(size, packing, **fields):
   tokens = [[text.DOCUMENT_TOKEN, i] for i in range(size)]
   documents = text.Documents(
@@ -228,19 +155,15 @@ def make_text(size, packing, **fields):
   )
 
 
-def make_children(names, sizes, fields):
-  """Makes inputs of numbers; takes what is theirs from a parent's fields."""
-  shared = ('num_infeed_hosts', 'infeed_host_index', *ONE_EPOCH, 'is_training')
-  kept = {key: fields[key] for key in shared if key in fields}
-  kept['input_random_seed'] = fields.pop('input_random_seed')
-  return {
-    name: make_numbers(size, batch_size=rows, **kept)
-    for name, (size, rows) in zip(names, sizes, strict=True)
-  }
-
-
 def make_mixture(size, **fields):
-  children = make_children('abc', [(size + i, i + 2) for i in range(3)], fields)
+  seed = fields.pop('input_random_seed')
+  kept = {key: x for key, x in fields.items() if key != 'batch_size'}
+  children = {
+    name: make_numbers(
+      size + i, batch_size=i + 2, input_random_seed=seed, **kept
+    )
+    for i, name in enumerate('abc')
+  }
   weights = {'a': 0.5, 'b': 0.2, 'c': 0.3}
   return mixture.MixtureInput(inputs=children, weights=weights, **fields)
 
@@ -266,41 +189,10 @@ def make_sharded_tensors(size, **fields):
   return tfdata.ShardedTfDataInput(dataset=dataset, **fields)
 
 
-def make_seqio(size, **fields):
-  import seqio
-  import tensorflow as tf
-
-  def dataset_fn(split, shuffle_files, seed=None):
-    del split, shuffle_files, seed
-    # Each example is one token; 0 would be padding.
-    numbers = tf.data.Dataset.range(1, size + 1, output_type=tf.int32)
-    return numbers.map(lambda x: {'targets': [x]})
-
-  vocabulary = seqio.PassThroughVocabulary(100)
-  task = seqio.Task(
-    'numbers',
-    source=seqio.FunctionDataSource(dataset_fn, splits=['train']),
-    preprocessors=[],
-    output_features={'targets': seqio.Feature(vocabulary, add_eos=False)},
-  )
-  return seqio_input.SeqIOInput(
-    mixture_or_task=task,
-    split_name='train',
-    task_feature_lengths={'targets': 1},
-    feature_converter=seqio_input.LanguageModelFeatures(pack=False),
-    **fields,
-  )
-
-
 SOURCES = {
   'indexed': Source(make_numbers),
   'indexed_threads': Source(
     lambda size, **fields: make_numbers(size, num_threads=2, **fields),
-    examples=GRAIN,
-  ),
-  'indexed_workers': Source(
-    lambda size, **fields: make_numbers(size, num_workers=1, **fields),
-    examples=WORKERS,
   ),
   'arrays': Source(
     lambda size, **fields: inputs_lib.arrays({'x': np.arange(size)}, **fields)
@@ -313,17 +205,9 @@ SOURCES = {
       dataset=grain_library.MapDataset.source(listed(size)), **fields
     )
   ),
-  'array_record': Source(make_files, examples=GRAIN),
+  'array_record': Source(make_files),
   'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
-  'grain_stream': Source(
-    make_stream, is_sharded=True, evaluates=False, examples=TENSORFLOW
-  ),
-  'generator': Source(
-    make_generator,
-    is_sharded=True,
-    one_epoch_hosts=False,
-    saves_position=False,
-  ),
+  'grain_stream': Source(make_stream, is_sharded=True, evaluates=False),
   **{
     f'text_{packing}': Source(
       functools.partial(make_text, packing=packing),
@@ -333,23 +217,11 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
-  # `lingvo_test` has the other adaptors. Lingvo need not be installed.
-  'lingvo_new_batch_size': Source(
-    make_lingvo, is_sharded=True, evaluates=False, saves_position=False
-  ),
-  'tf_data': Source(make_tensors, needs='tensorflow', examples=TENSORFLOW),
+  'tf_data': Source(make_tensors, needs='tensorflow'),
   'tf_data_sharded': Source(
     make_sharded_tensors,
     is_sharded=True,
     needs='tensorflow',
-    examples=TENSORFLOW,
-  ),
-  'seqio': Source(
-    make_seqio,
-    lambda batch: batch['labels'][:, 0] - 1,
-    is_sharded=True,
-    needs='seqio',
-    examples=SEQIO,
   ),
 }
 
@@ -367,56 +239,33 @@ lives = st.lists(
 
 
 def promise(*arguments, **conditions):
-  """Makes a test of each source of which the conditions are true.
+  """Marks a test of each source of which the conditions are true.
 
-  It is called with the name of the source, and the numbers of its records, of
-  rows a batch and of hosts.
-
-  Args:
-    *arguments: strategies of what it is called with besides.
-    **conditions: fields of `Source`.
+  It is called with the name of the source, and with a tuple of the numbers of
+  its records, of rows a batch, of hosts, and of what the arguments give.
   """
-  arguments = sizes, batch_sizes, host_counts, *arguments
-
-  def decorate(test):
-    @pytest.mark.parametrize(
-      ('name', 'examples'),
-      [
-        pytest.param(
-          name,
-          examples,
-          id=f'{name}-{tier}' if tier and len(source.examples) > 1 else name,
-          # TensorFlow may take minutes on a busy machine.
-          marks=SLOW if tier else SLOW[1:] * (source.needs != 'numpy'),
-        )
-        for name, source in SOURCES.items()
-        for tier, examples in source.examples.items()
-        if all(getattr(source, k) == v for k, v in conditions.items())
-      ],
+  names = [
+    pytest.param(
+      name,
+      marks=pytest.mark.skipif(
+        importlib.util.find_spec(source.needs) is None, reason=source.needs
+      ),
     )
-    def run(name, examples):
-      pytest.importorskip(SOURCES[name].needs)
-
-      @hypothesis.settings(SETTINGS, max_examples=examples)
-      @hypothesis.given(st.tuples(*arguments))
-      def check(values):
-        test(name, *values)
-
-      check()
-
-    return run
-
-  return decorate
+    for name, source in SOURCES.items()
+    if all(getattr(source, k) == v for k, v in conditions.items())
+  ]
+  given = hypothesis.given(
+    drawn=st.tuples(sizes, batch_sizes, host_counts, *arguments)
+  )
+  return lambda test: pytest.mark.parametrize('name', names)(
+    SETTINGS(given(test))
+  )
 
 
 def make_hosts(name, size, hosts, **fields):
   source = SOURCES[name]
   if source.is_sharded:
     hosts = min(hosts, size)  # Each has a part of its own.
-  if 'reset_for_eval' in fields and not source.one_epoch_hosts:
-    hosts = 1
-  if not source.saves_position:  # In training it would be refused.
-    fields.pop('input_random_seed', None)
   return [
     source.make(size, num_infeed_hosts=hosts, infeed_host_index=host, **fields)
     for host in range(hosts)
@@ -442,9 +291,8 @@ def close(inputs):
 
 
 @promise(seeds, st.booleans(), evaluates=True)
-def test_one_epoch_is_the_dataset_once(
-  name, size, batch_size, hosts, seed, twice
-):
+def test_one_epoch_is_the_dataset_once(name, drawn):
+  size, batch_size, hosts, seed, twice = drawn
   inputs = make_hosts(
     name,
     size,
@@ -470,9 +318,8 @@ def test_one_epoch_is_the_dataset_once(
 
 
 @promise(st.integers(1, 3), seeds, has_epochs=True)
-def test_training_sees_each_record_once_an_epoch(
-  name, size, batch_size, hosts, epochs, seed
-):
+def test_training_sees_each_record_once_an_epoch(name, drawn):
+  size, batch_size, hosts, epochs, seed = drawn
   is_sharded = SOURCES[name].is_sharded
   fields = {'batch_size': batch_size, 'input_random_seed': seed, **TRAINING}
   inputs = make_hosts(name, size, hosts, **fields)
@@ -491,9 +338,10 @@ def test_training_sees_each_record_once_an_epoch(
   close(inputs)
 
 
-@promise(lives, seeds, saves_position=True)
-def test_resumed_is_uninterrupted(name, size, batch_size, hosts, lives, seed):
+@promise(lives, seeds)
+def test_resumed_is_uninterrupted(name, drawn):
   """Also on other hosts with other batches, where the order is global."""
+  size, batch_size, hosts, lives, seed = drawn
   fields = {'input_random_seed': seed, **TRAINING}
   is_sharded = SOURCES[name].is_sharded
   if is_sharded:

@@ -5,6 +5,7 @@ import pathlib
 import stat
 import subprocess
 import sys
+import types
 import zipfile
 
 import pytest
@@ -41,35 +42,27 @@ def test_a_copy_of_the_example_trains_and_its_code_is_kept(
   own, run = tmp_path / 'own', tmp_path / 'run'
   own.mkdir()
   (own / 'helper.py').write_text('RATE = 0.0')
-  (tmp_path / 'far.py').write_text('LINKED = 1')
-  (own / 'link.py').symlink_to(tmp_path / 'far.py')
   (own / 'huge.py').write_text(f'# {"x" * 2**20}')
-  code = f'from own import helper, huge, link\n{MINIMAL}'
+  code = f'from own import helper, huge\n{MINIMAL}'
   code = code.replace('adam(self.config.learning_rate)', 'adam(helper.RATE)')
   (own / 'yours.py').write_text(code)
 
   def train(steps, cwd):
-    values = {
-      'checkpoint_dir': run,
-      'training_steps': steps,
-      'writers': 'jsonl',
-    }
-    values |= {'log_train_data_interval': 1, 'save_checkpoint_interval': 2}
-    kwargs = {'files': f'{tmp_path}/*.txt', 'length': 16}
-    values |= {f'experiment_kwargs.config.{k}': x for k, x in kwargs.items()}
-    flags = [f'--config.{k}={x}' for k, x in values.items()]
-    program = [ROOT / 'experiment.py', f'--config={own}/yours.py', *flags]
-    path = f'{ROOT}:{tmp_path}'
-    with processes.started(*program, cwd=cwd, PYTHONPATH=path) as process:
-      done = processes.end(process)
+    done = processes.run(
+      *(ROOT / 'experiment.py', f'--config={own}/yours.py'),
+      f'--config.checkpoint_dir={run}',
+      f'--config.training_steps={steps}',
+      '--config.log_train_data_interval=1',
+      '--config.save_checkpoint_interval=2',
+      f'--config.experiment_kwargs.config.files={tmp_path}/*.txt',
+      '--config.experiment_kwargs.config.length=16',
+      cwd=cwd,
+      PYTHONPATH=f'{ROOT}:{tmp_path}',
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 
-  said = train(2, tmp_path)
-  assert {x for x in ('link.py', 'huge.py') if f'own/{x}' in said} == {
-    'link.py',
-    'huge.py',
-  }
+  assert 'own/huge.py' in train(2, tmp_path)
   (own / 'helper.py').write_text('RATE = 0.1')
   (changed,) = [x for x in train(4, ROOT).splitlines() if 'since step 2' in x]
   assert 'own/helper.py' in changed
@@ -79,14 +72,11 @@ def test_a_copy_of_the_example_trains_and_its_code_is_kept(
   assert before == pytest.approx(5.549, abs=1e-3)  # All bytes equally likely.
   assert after[-1] < before - 0.1
   first, last = files_of(run, 2), files_of(run, 4)
-  assert (first['own/helper.py'], last['own/helper.py']) == (
-    'RATE = 0.0',
-    'RATE = 0.1',
-  )
+  assert first['own/helper.py'] == 'RATE = 0.0'
+  assert last['own/helper.py'] == 'RATE = 0.1'
   assert first['own/yours.py'] == last['own/yours.py'] == code
-  assert first['own/link.py'] == first['own/huge.py'] == ''
-  installed = ('jax/', 'numpy/', 'haiku/')
-  assert not [x for x in first if x.startswith(installed)]
+  assert first['own/huge.py'] == ''
+  assert not [x for x in first if x.startswith(('jax/', 'numpy/'))]
   # What `show` prints is the command.
   assert inspection.main(['show', f'{run}:2']) == 0
   (shown,) = [x for x in capsys.readouterr().out.splitlines() if 'zipfile' in x]
@@ -113,9 +103,7 @@ def get_config():
 @pytest.mark.parametrize(
   ('cwd', 'file', 'module'),
   [
-    ('.', 'ours.py', 'ours'),
     ('.', 'a/b/ours.py', 'a.b.ours'),
-    ('a', 'b/ours.py', 'b.ours'),
     ('a', '../b/ours.py', 'ours'),
     ('.', 'my-runs/ours.py', 'ours'),
     ('.', 'my-run.py', None),
@@ -130,21 +118,15 @@ def test_a_config_names_the_class_of_its_own_file(
   place = pathlib.Path(file)
   place.parent.mkdir(parents=True, exist_ok=True)
   place.write_text(CONFIG.format("f'{__name__}:Own'"))
-  before = {*sys.modules}
-  try:
-    if module is None:
-      with pytest.raises(errors.UsageError, match='experiment_class'):
-        platform.resolve_experiment_class(
-          platform.load_config([f'--config={file}'])
-        )
-      return
-    config = platform.load_config([f'--config={file}'])
-    assert config.experiment_class == f'{module}:Own'
-    found = platform.resolve_experiment_class(config)
-    assert place.samefile(sys.modules[found.__module__].__file__)
-  finally:
-    for name in {*sys.modules} - before:
-      del sys.modules[name]
+  monkeypatch.setattr(sys, 'modules', dict(sys.modules))
+  config = platform.load_config([f'--config={file}'])
+  if module is None:
+    with pytest.raises(errors.UsageError, match='experiment_class'):
+      platform.resolve_experiment_class(config)
+    return
+  assert config.experiment_class == f'{module}:Own'
+  found = platform.resolve_experiment_class(config)
+  assert place.samefile(sys.modules[found.__module__].__file__)
 
 
 def test_another_module_of_the_same_name_is_refused(tmp_path, monkeypatch):
@@ -154,32 +136,38 @@ def test_another_module_of_the_same_name_is_refused(tmp_path, monkeypatch):
     file.write_text(CONFIG.format("f'{__name__}:Own'"))
   monkeypatch.syspath_prepend(tmp_path / 'program')
   monkeypatch.chdir(tmp_path / 'here')
+  monkeypatch.setattr(sys, 'modules', dict(sys.modules))
   config = platform.load_config(['--config=own/ours.py'])
   with pytest.raises(errors.UsageError, match=r'program/own/ours\.py'):
     platform.resolve_experiment_class(config)
-  for name in ('own', 'own.ours'):
-    del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-  ('named', 'is_refused'),
-  [
-    ('examples.minimal:Own', True),
-    ('ours:Own', False),
-    ('examples.minimal:Experiment', False),
-  ],
-)
 def test_a_copy_that_names_the_class_of_the_original_is_refused(
-  named, is_refused, tmp_path, monkeypatch
+  tmp_path, monkeypatch
 ):
   monkeypatch.setattr(sys, 'path', list(sys.path))
   file = tmp_path / 'ours.py'
-  file.write_text(CONFIG.format(repr(named)))
-  if is_refused:
-    with pytest.raises(errors.UsageError, match='ours'):
-      platform.load_config([f'--config={file}'])
-  else:
+  file.write_text(CONFIG.format("'examples.minimal:Own'"))
+  with pytest.raises(errors.UsageError, match='ours'):
+    platform.load_config([f'--config={file}'])
+  for named in ('ours:Own', 'examples.minimal:Experiment'):
+    file.write_text(CONFIG.format(repr(named)))
     assert platform.load_config([f'--config={file}']).experiment_class == named
+
+
+def test_the_code_is_recorded_as_it_was_at_the_start(
+  tmp_path, monkeypatch, open_run
+):
+  monkeypatch.chdir(tmp_path)
+  file = tmp_path / 'model.py'
+  module = types.SimpleNamespace(__file__=str(file))
+  monkeypatch.setitem(sys.modules, 'model', module)
+  file.write_text('at the start')
+  training = open_run()
+  for step in (1, 2):
+    checkpoints.save(training, checkpoints.weights(), step)
+    assert files_of(tmp_path / 'run', step)['model.py'] == 'at the start'
+    file.write_text('edited while it ran')
 
 
 def test_a_record_is_read_as_data(tmp_path, caplog):
@@ -205,14 +193,3 @@ def test_a_key_turns_the_record_off(tmp_path, open_run):
     code = remains.record(tmp_path / key, 1)['code']
     assert len(code['files']) == 64
     assert not (tmp_path / key / 'checkpoints/code').exists()
-
-
-@pytest.mark.process
-def test_the_library_is_found_in_the_directory_above_a_clone(tmp_path):
-  (tmp_path / 'jaxline/jaxline').mkdir(parents=True)
-  program = 'import jaxline; print(jaxline.__version__)'
-  env = {'PYTHONPATH': ''}
-  with processes.started('-c', program, cwd=tmp_path, **env) as process:
-    done = processes.end(process)
-  assert done.returncode == 0, f'pip install -e . again: {done.stderr}'
-  assert done.stdout.strip() == jaxline.__version__

@@ -5,12 +5,10 @@ Also fingerprints, skipped batches and steps that are computed twice.
 
 import dataclasses
 import json
-import os
 import pathlib
 import shlex
 import shutil
 import sys
-import types
 from unittest import mock
 
 from absl import flags
@@ -24,7 +22,6 @@ import pytest
 import jaxline
 from jaxline import base_config
 from jaxline import errors
-from jaxline import experiment
 from jaxline import metrics
 from jaxline import platform
 from jaxline.metrics import fingerprints
@@ -36,7 +33,6 @@ from jaxline.runs import bisect
 from jaxline.runs import explain
 from jaxline.runs import replay
 from jaxline.supervision import recompute
-from tests import checkpoints
 from tests import remains
 from tests.experiments import travels
 
@@ -78,12 +74,19 @@ def test_a_fingerprint_depends_on_every_bit_and_not_on_the_sharding():
     return int(fingerprints.fingerprint([jax.device_put(x, sharding), y]))
 
   assert of(x, y) == of(x, y, 'a') == of(x, y, None, 'a')
-  changed = [x.copy() for _ in range(64)]
+  changed = [x.copy() for _ in range(32)]
   for i, other in enumerate(changed):
-    other.view(np.uint32).flat[2 * i] ^= np.uint32(1) << (i % 32)
+    other.view(np.uint32).flat[2 * i] ^= np.uint32(1) << i
   others = [of(other, y) for other in changed]
   others += [of(x[::-1], y), of(x, y[::-1]), of(-x, y), of(x[:, ::-1], y)]
   assert len({of(x, y), *others}) == 1 + len(others)
+
+
+def test_a_fingerprint_of_scalars_on_different_devices():
+  loss = jax.pmap(jnp.square)(jnp.ones(jax.local_device_count()))
+  last = jax.device_put(jnp.float32(2), jax.local_devices()[-1])
+  found = fingerprints.of_step({'loss': loss, 'last': last, 'rate': 0.1}, {})
+  assert found == fingerprints.of_step({'loss': loss}, {})
 
 
 def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
@@ -93,36 +96,6 @@ def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
   run(part, {'on_config_change': 'continue'})
   want = prints(shared)
   assert prints(part) == {s: x for s, x in want.items() if s not in (5, 6)}
-
-
-class OfDevices(experiment.AbstractExperiment):
-  """Per-device; its scalars lie on all devices, on one, or nowhere."""
-
-  def __init__(self, mode, init_rng=None):
-    super().__init__(mode, init_rng)
-
-  def step(self, **unused):
-    loss = jax.pmap(jnp.square)(jnp.ones(jax.local_device_count()))
-    last = jax.device_put(jnp.float32(2), jax.local_devices()[-1])
-    return {'loss': loss, 'last': last, 'rate': 0.1}
-
-  def evaluate(self, **unused):
-    return {}
-
-
-def test_scalars_may_lie_on_different_devices(tmp_path, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', OfDevices)
-  config = travels.get_config(tmp_path)
-  config.experiment_kwargs = {}
-  jaxline.fit(None, config, mode='train')
-  assert len(prints(tmp_path)) == 12
-  config.skip_batches = '3'
-  with pytest.raises(errors.UsageError, match='skip_batches'):
-    jaxline.fit(None, config, mode='train')
-  with replay.open_replay(tmp_path, 11) as found:
-    with pytest.raises(errors.UsageError, match='OfDevices'):
-      explain.explain(found, 11)
-    assert found.state.global_step == 8  # Refused before it was replayed.
 
 
 # Replays.
@@ -136,11 +109,13 @@ def test_a_fork_is_replayed_from_where_it_began(tmp_path, capsys):
   run(fork, more | {'restore_from': str(source)})
   assert cli.main(['replay', str(fork), '6']) == 0
   assert 'from step 4 to' in capsys.readouterr().out
+  with pytest.raises(errors.UsageError, match='began at step 4'):
+    replay.open_replay(fork, 4).__enter__()
 
 
 # What is logged behind the steps that are asked for does not count.
 @pytest.mark.parametrize(
-  ('step', 'more', 'num'), [(6, 4, 5), (3, 0, 1), (12, 3, 1), (11, 10**9, 2)]
+  ('step', 'more', 'num'), [(6, 4, 5), (3, 0, 1), (11, 10**9, 2)]
 )
 def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more, num):
   before = {p: p.stat().st_mtime_ns for p in shared.rglob('*')}
@@ -156,55 +131,31 @@ def test_a_replay_is_equal_and_writes_nothing(shared, capsys, step, more, num):
   [
     (['replay', '3', '--steps=-1'], '--steps is -1'),
     (['replay', '0'], 'is 0'),
-    (['replay', '13', '--nan'], 'is 13'),
     (['replay', '12', '--steps=1', '--save=new'], 'is 13'),
-    (['replay', '12', '--save=new', '--nan'], 'not allowed with'),
     (['explain', '13'], 'is 13'),
-    (['explain', '0', '--grads'], 'is 0'),
   ],
 )
 def test_steps_that_a_run_lacks_are_refused_before_it_starts(
   shared, args, said, capsys, monkeypatch
 ):
   monkeypatch.setattr(replay, 'open_replay', None)
-  try:
-    status = cli.main([args[0], str(shared), *args[1:]])
-  except SystemExit as e:
-    status = e.code
-  assert status == 2
+  assert cli.main([args[0], str(shared), *args[1:]]) == 2
   assert said in capsys.readouterr().err
 
 
-def test_only_what_is_logged_is_compared(shared, tmp_path, capsys):
-  fork = run(tmp_path / 'fork', {'restore_from': f'{shared}:4'})
-  (fork / 'train/fingerprints.bin').unlink()
-  log = fork / 'train/metrics.jsonl'
-  lines = log.read_text().splitlines(keepends=True)
-  log.write_text(''.join(x for x in lines if json.loads(x)['step'] % 5 == 0))
-  assert cli.main(['replay', str(fork), '6', '--steps=6']) == 0
-  assert 'All 2 logged values are equal' in capsys.readouterr().out
-  for step, said in (('4', '[5, 12]'), ('6', 'logged step is 10')):
-    assert cli.main(['replay', str(fork), step]) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('part', ['data', 'latest/8.json', 'latest'])
-def test_a_replay_passes_over_damage(shared, tmp_path, capfd, part):
+def test_a_replay_passes_over_damage(shared, tmp_path, capfd):
   other = shutil.copytree(shared, tmp_path / 'other')
-  if part == 'data':
-    arrays = other.glob('checkpoints/data/8-*/*params.w/**/*')
-    (damaged,) = (x for x in arrays if x.is_file() and x.suffix != '.json')
-  else:
-    damaged = other / 'checkpoints/latest/8.json'
-  damaged.write_bytes(b'x')
-  if part == 'latest':
-    (other / 'checkpoints/latest/4.json').write_bytes(b'x')
-  assert cli.main(['replay', str(other), '9', '--steps=3']) == 0
-  said = capfd.readouterr()
-  assert 'Skipped' in said.err
-  assert str(other) in said.err
-  begin = 'the seed' if part == 'latest' else 'step 4'
-  assert f'Replaying {other} from {begin}' in said.out
+  for part, begin in (
+    ('checkpoints/data/8-*/*params.w/c*', 'step 4'),
+    ('checkpoints/latest/4.json', 'the seed'),
+  ):
+    (damaged,) = other.glob(part)
+    damaged.write_bytes(b'x')
+    assert cli.main(['replay', str(other), '9', '--steps=3']) == 0
+    said = capfd.readouterr()
+    assert 'Skipped' in said.err
+    assert str(other) in said.err
+    assert f'Replaying {other} from {begin}' in said.out
 
 
 def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
@@ -218,24 +169,21 @@ def test_a_replay_that_differs_says_in_what(shared, tmp_path, capsys):
 
 def test_a_replay_saves_the_checkpoint_of_its_step(shared, tmp_path):
   place = str(tmp_path / 'saved')
-  assert (
-    cli.main(['replay', str(shared), '6', '--steps=2', '--save', place]) == 0
-  )
+  argv = ['replay', str(shared), '6', '--steps=2', '--save', place]
+  assert cli.main(argv) == 0
   want = jaxline.load_weights(shared, step=8)
   got = jaxline.load_weights(place, step=8)
   assert all(np.array_equal(got[key], want[key]) for key in want)
 
 
-# A clone may have the name of the library, and lie beside other libraries.
-@pytest.mark.parametrize('folder', ['jaxline', 'lib/python3'])
 def test_a_replay_names_the_first_operation_that_is_not_finite(
-  folder, tmp_path, capsys, monkeypatch
+  tmp_path, capsys, monkeypatch
 ):
-  (tmp_path / folder).mkdir(parents=True)
-  file = tmp_path / folder / 'model_of_clone.py'
+  # A clone may have the name of the library, and lie beside other libraries.
+  file = tmp_path / 'lib/python3/jaxline/model_of_clone.py'
+  file.parent.mkdir(parents=True)
   shutil.copyfile(travels.__file__, file)
   monkeypatch.syspath_prepend(file.parent)
-  sys.modules.pop('model_of_clone', None)
   fields = {'on_nonfinite': 'warn', 'training_steps': 2}
   fields['experiment_class'] = 'model_of_clone:Travels'
   directory = run(tmp_path / 'run', fields, root=True)
@@ -243,20 +191,6 @@ def test_a_replay_names_the_first_operation_that_is_not_finite(
   out = capsys.readouterr().out
   assert 'log' in out
   assert f'{file}:' in out
-
-
-class Masked(travels.Travels):
-  """Its loss has an infinity that is meant, as in a mask."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    mask = jnp.where(batch['x'] > 0, 0.0, -jnp.inf)
-    loss, *rest = super().loss_fn(params, model_state, batch, rng, is_training)
-    return loss + 0 * jnp.exp(mask).sum(), *rest
-
-
-def test_a_replay_finds_nothing_in_a_finite_step(tmp_path, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Masked)
-  assert replay.find_nonfinite(run(tmp_path), 6) is None
 
 
 # Explanations.
@@ -284,9 +218,6 @@ def test_an_explanation_names_the_poisoned_record(tmp_path, capsys):
   assert f'--config.skip_batches={step}' in capsys.readouterr().out
 
 
-WRITERS = '--config.writers=("jsonl",)'
-
-
 def commanded(*argv):
   """Runs a command line of `experiment.py` in this process."""
   argv = ['experiment.py', *argv, '--config.compilation_cache=off']
@@ -295,27 +226,25 @@ def commanded(*argv):
     platform.main(None, [])
 
 
+RULES = r"--config.restore_rules=(('state/params/(.*)', r'state/params/\1'),)"
+
+
 # How the run started, the step, the step that the new run starts from, and the
 # batch of the step.
 @pytest.mark.parametrize(
   ('start', 'step', 'begin', 'batch'),
   [
-    ([], 3, 0, 3),
     (['--config.restore_from=SHARED:4'], 6, 4, 6),
-    (['--config.restore_from=SHARED:4', 'RULES'], 3, 0, 3),
-    (['--config.skip_batches=2-3', WRITERS], 6, 4, 8),
+    (['--config.restore_from=SHARED:4', RULES], 3, 0, 3),
+    (['--config.skip_batches=2-3', '--config.writers=("jsonl",)'], 6, 4, 8),
   ],
 )
 def test_the_command_of_an_explanation_works(
   shared, tmp_path, capsys, start, step, begin, batch
 ):
-  rules = r"--config.restore_rules=(('state/params/(.*)', r'state/params/\1'),)"
   place = f'{tmp_path}/a run'
   argv = [f'--config={shared}', f'--config.checkpoint_dir={place}']
-  argv += [
-    x.replace('SHARED', str(shared)).replace('RULES', rules) for x in start
-  ]
-  commanded(*argv)
+  commanded(*argv, *(x.replace('SHARED', str(shared)) for x in start))
   assert cli.main(['explain', place, str(step)]) == 0
   command = capsys.readouterr().out.splitlines()[-1].partition(': ')[2]
   python, program, *argv = shlex.split(command)
@@ -328,18 +257,6 @@ def test_the_command_of_an_explanation_works(
   assert same == list(range(begin + 1, step))
   skipped = base_config.read_record(new)['skip_batches']
   assert skipped.split(',')[-1] == str(batch)
-
-
-class Fast(travels.Travels):
-  def row_losses(self, params, model_state, batch, rng):
-    return jnp.arange(travels.ROWS, dtype=jnp.float32)
-
-
-def test_an_experiment_may_compute_the_losses_of_all_rows(shared, monkeypatch):
-  monkeypatch.setattr(travels, 'Travels', Fast)
-  with replay.open_replay(shared, 6) as found:
-    rows = explain.explain(found, 6)
-  assert [(r.number, r.loss) for r in rows] == [(i, i) for i in (3, 2, 1, 0)]
 
 
 def test_spikes_are_found_by_the_rule():
@@ -376,20 +293,6 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
 # Where runs part.
 
 
-def test_another_evaluation_is_no_difference_in_training(
-  shared, tmp_path, capsys
-):
-  runs = [shutil.copytree(shared, tmp_path / name) for name in 'ab']
-  for loss, directory in enumerate(runs):
-    (directory / 'eval').mkdir(exist_ok=True)
-    record = json.dumps({'step': 4, 'kind': 'scalars', 'loss': loss})
-    (directory / 'eval/metrics.jsonl').write_text(record + '\n')
-  assert cli.main(['bisect', *map(str, runs)]) == 1
-  out = capsys.readouterr().out
-  assert 'evaluation that differs: 4, in eval/loss' in out
-  assert 'No difference in training up to step 12' in out
-
-
 def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   other = shutil.copytree(shared, tmp_path / 'other')
   file = other / 'checkpoints/latest/12.json'
@@ -398,46 +301,20 @@ def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   # An option of git that writes.
   revision = f'--output={tmp_path}/written'
   record['code'] |= {'revision': revision, 'files': 'ab'}
-  changed = {'tests/experiments/travels.py': b'faster\x1b[2J\n'}
-  sources.write(store.at(other / 'checkpoints'), 'ab', changed)
+  name = 'tests/experiments/travels.py'
+  sources.write(
+    store.at(other / 'checkpoints'), 'ab', {name: b'faster\x1b[2J\n'}
+  )
   file.write_text(json.dumps(record | {'crc': notes.crc_of(record)}))
-  for runs, is_shown in (([shared, other], True), ([shared, shared], False)):
-    assert cli.main(['compare', *map(str, runs)]) == 0
-    assert (revision in capsys.readouterr().out) == is_shown
-    assert cli.main(['bisect', *map(str, runs)]) == 0
-    said = f'{other}: {next(iter(changed))}: faster\\x1b[2J\n'
-    assert (said in capsys.readouterr().out) == is_shown
+  for command, said in (
+    ('compare', revision),
+    ('bisect', f'{other}: {name}: faster\\x1b[2J\n'),
+  ):
+    assert cli.main([command, str(shared), str(other)]) == 0
+    assert said in capsys.readouterr().out
+    assert cli.main([command, str(shared), str(shared)]) == 0
+    assert said not in capsys.readouterr().out
   assert not (tmp_path / 'written').exists()
-
-
-def test_the_code_is_recorded_once_for_the_user_alone(
-  tmp_path, monkeypatch, open_run
-):
-  monkeypatch.chdir(tmp_path)
-  file, run = tmp_path / 'model.py', tmp_path / 'run'
-  module = types.SimpleNamespace(__file__=str(file))
-  monkeypatch.setitem(sys.modules, 'model', module)
-  os_open, modes = os.open, {}
-
-  def opened(path, flags, mode=0o777, **more):
-    fd = os_open(path, flags, mode, **more)
-    modes[str(path)] = os.fstat(fd).st_mode & 0o777
-    return fd
-
-  monkeypatch.setattr(os, 'open', opened)
-  for first, text in ((1, 'after'), (3, 'again')):  # Two starts of two saves.
-    file.write_text(text)
-    training = open_run(directory=run)
-    checkpoints.save(training, checkpoints.weights(), first, first + 1)
-    training.close()
-    file.write_text('edited while it ran')
-  written = {p for p in modes if '/code/' in p and p.endswith('.partial')}
-  assert len(written) == 2  # Once for each content.
-  assert {modes[p] for p in written} == {0o600}
-  kept = store.at(run / 'checkpoints')
-  for step, text in enumerate((b'after', b'after', b'again', b'again'), 1):
-    code = remains.record(run, step)['code']
-    assert sources.read(kept, code['files'])['model.py'] == text
 
 
 @pytest.mark.parametrize('has_prints', [True, False])
@@ -478,14 +355,11 @@ class Faulty(travels.Travels):
     return after.model_state | {'sum': before.model_state['sum'] + more}
 
   def step(self, *, global_step, **kwargs):
-    self.add(0.25 * self.is_at(global_step, 'before'))
     scalars = super().step(global_step=global_step, **kwargs)
-    self.add(0.25 * self.is_at(global_step, 'after'))
-    return scalars | {'own': 1.0 * self.is_at(global_step, 'own')}
-
-  def add(self, more):
-    params = self.state.params | {'w': self.state.params['w'] + float(more)}
+    more = 0.25 * self.is_at(global_step, 'after')
+    params = self.state.params | {'w': self.state.params['w'] + more}
     self._state = dataclasses.replace(self.state, params=params)
+    return scalars | {'own': 1.0 * self.is_at(global_step, 'own')}
 
 
 @pytest.fixture(scope='module')
@@ -500,10 +374,7 @@ def faultless(tmp_path_factory):
   ('where', 'said'),
   [
     ('sum', ['step 7, in the state after']),
-    *(
-      (x, ['The state differs', 'state/params/w: largest', 'look at `step`'])
-      for x in ('before', 'after')
-    ),
+    ('after', ['The state differs', 'state/params/w: largest']),
     ('own', ['So are the states', 'look at `step`']),
   ],
 )
@@ -516,24 +387,6 @@ def test_a_bisection_finds_what_the_logs_do_not_show(
   out = capsys.readouterr().out
   assert 'First replayed step that differs: 7' in out
   assert all(text in out for text in said)
-
-
-def test_a_bisection_replays_what_is_not_logged(
-  faultless, tmp_path, capsys, monkeypatch
-):
-  monkeypatch.setattr(travels, 'Travels', Faulty)
-  fields = {'log_train_data_interval': 5, 'fingerprint': False}
-  for at, status, said in (
-    (7, 1, 'The runs diverge in step 7, in the loss'),
-    (-1, 0, 'equal up to step 11.\nNo difference in training up to step 12'),
-  ):
-    other = run(tmp_path / f'other{at}', fields, at=at, where='loss')
-    assert cli.main(['bisect', str(faultless), str(other)]) == status
-    out = capsys.readouterr().out
-    num = len(losses(other))
-    assert f'{num} logged steps and 3 kept checkpoints' in out
-    assert f'\n{12 - num} steps are compared by replays' in out
-    assert said in out
 
 
 def test_a_bisection_finds_other_data(shared, tmp_path, capsys):

@@ -1,9 +1,8 @@
 """Tests of Lingvo's adaptors, on fake generators and on Lingvo's.
 
-For the latter, `pip install --no-deps lingvo sympy` next to TensorFlow is
-enough. Lingvo's input ops need a newer C library than some machines have. Here,
-they are replaced, because these tests do not need them.
-tests/promises/test_inputs.py, the suite of all inputs, tests the adaptors, too.
+`pip install --no-deps lingvo sympy` next to TensorFlow is enough for the latter.
+Lingvo's input ops need a newer C library than some machines have. Here, they
+are replaced, because these tests do not need them.
 """
 
 import copy
