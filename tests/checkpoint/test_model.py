@@ -1,13 +1,10 @@
 """Training and evaluation on one directory, against a dictionary."""
 
-from concurrent import futures
-import itertools
 import math
 import os
 import pathlib
 import shutil
 import tempfile
-import threading
 from typing import Any
 
 import hypothesis
@@ -16,7 +13,6 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manifests as manifests_lib
@@ -49,19 +45,17 @@ def truncate(path: pathlib.Path) -> None:
   os.truncate(path, path.stat().st_size // 2)
 
 
-def opened(
-  run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
-) -> Any:
+def opened(run_dir: pathlib.Path, mode: str) -> Any:
   """Returns a checkpointer of a new process, with its live state."""
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(run_dir)
-  config.max_checkpoints_to_keep = kept
-  config.max_best_checkpoints_to_keep = 1
-  config.keep_checkpoint_every_steps = every
+  config = checkpoints.make_config(
+    run_dir,
+    max_checkpoints_to_keep=KEPT,
+    max_best_checkpoints_to_keep=1,
+    keep_checkpoint_every_steps=EVERY,
+  )
   dictionary.forget_published()
   made = durable.DurableCheckpointer(config, mode)
-  state = made.get_experiment_state('latest')
-  state.global_step, state.experiment_module = 0, Experiment()
+  checkpoints.fill(made, Experiment())
   return made
 
 
@@ -256,150 +250,3 @@ Machine.TestCase.settings = hypothesis.settings(
   database=None,
 )  # fmt: skip
 TestModel = Machine.TestCase
-
-
-def test_steps_are_made_anew_beside_an_evaluation() -> None:
-  machine = Machine()
-  for _ in range(2):
-    machine.save(2)
-    machine.evaluate(True)
-  truncate(machine.run_dir / 'checkpoints' / 'latest' / '4.json')
-  machine.damaged.add(4)
-  machine.restart_training()
-  for step in (3, 4, 5):
-    machine.save(1)
-    # The best at 4 was earlier; of the new step 4 it knows other data.
-    machine.evaluate(is_best=step == 3)
-    machine.holds()
-  machine.teardown()
-
-
-# An evaluation that stops between any two operations of the store.
-
-
-def evaluate_beside(
-  run_dir: pathlib.Path, stop_at: int, pause_at: int = 0
-) -> tuple[int, int]:
-  """Evaluates; at one of its operations a training saves beside it.
-
-  Args:
-    run_dir: a new directory.
-    stop_at: the number of the evaluation's operation.
-    pause_at: that of the training's operation before which it waits until a
-      checkpoint is evaluated; 0 saves three times without waiting.
-
-  Returns:
-    How many operations of each there were.
-  """
-  counted, counts, best = '', {'evaluation': 0, 'training': 0}, [None]
-  paused, resumed = threading.Event(), threading.Event()
-  saving: list[futures.Future[None]] = []
-  training: Any = None
-
-  def save(times: int = 1) -> None:
-    nonlocal training
-    training = training or opened(run_dir, 'train', kept=1, every=None)
-    state = training.get_experiment_state('latest')
-    for _ in range(times):
-      state.global_step += 1
-      state.experiment_module.value = float(state.global_step)
-      training.save('latest')
-      training.wait_for_checkpointing_to_finish()
-    assert remains.newest(run_dir, 'best') in best[-2:]  # And it is whole.
-
-  def before_operation() -> None:
-    nonlocal counted
-    who = counted
-    if not who:
-      return
-    counts[who] += 1
-    if who == 'evaluation' and counts[who] == stop_at:
-      counted = 'training' if pause_at else ''
-      saving.append(thread.submit(save, 1 if pause_at else 3))
-      saving[0].add_done_callback(lambda _: paused.set())
-      assert paused.wait(60)
-      counted = ''
-    elif who == 'training' and counts[who] == pause_at:
-      paused.set()
-      assert resumed.wait(60)
-
-  def hooked(method: str) -> Any:
-    inner = getattr(store.Disk, method)
-
-    def outer(*args: Any) -> Any:
-      before_operation()
-      return inner(*args)
-
-    return outer
-
-  # Live states belong to threads.
-  with (
-    futures.ThreadPoolExecutor(1) as thread,
-    pytest.MonkeyPatch.context() as p,
-  ):
-    p.setattr('absl.logging.error', pytest.fail)  # Nothing is damaged.
-    for method in store.Store.__abstractmethods__:
-      p.setattr(store.Disk, method, hooked(method))
-    thread.submit(save).result()
-    evaluation = opened(run_dir, 'eval')
-    restore_next = evaluation.follow('latest')
-    counted = 'evaluation'
-    for _ in range(2):
-      assert restore_next(())
-      state = evaluation.get_experiment_state('latest')
-      assert state.experiment_module.value == state.global_step
-      best.append(state.global_step)
-      evaluation.get_experiment_state('best').update(state)
-      evaluation.save('best')
-      evaluation.wait_for_checkpointing_to_finish()
-      checkpoints.note(evaluation, state.global_step, 1.0, {})
-      counted = ''
-      if pause_at and not resumed.is_set():
-        evaluation.close()  # It drops its mark.
-        evaluation = opened(run_dir, 'eval')
-        restore_next = evaluation.follow('latest')
-      resumed.set()
-      thread.submit(save).result()
-      counted = '' if saving else 'evaluation'
-    evaluation.close()
-    counted = ''
-    for future in saving:
-      future.result()
-    assert remains.newest(run_dir, 'best') == best[-1]
-    thread.submit(save).result()
-    training.close()
-  place = store.at(run_dir).below('checkpoints')
-  named = {remains.record(run_dir, best[-1], 'best')['data']}
-  named |= {remains.record(run_dir, s)['data'] for s in remains.steps(run_dir)}
-  assert set(place.names('data')) == named
-  assert place.names('readers') == []
-  return counts['evaluation'], counts['training']
-
-
-# A sample of the operations: all of them take minutes.
-@pytest.mark.parametrize('every', [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_training_beside_any_operation_of_an_evaluation(
-  every: int, tmp_path: pathlib.Path
-) -> None:
-  count, _ = evaluate_beside(tmp_path / '0', 0)
-  assert count > 30
-  for stop_at in range(1, count + 1, every):
-    evaluate_beside(tmp_path / str(stop_at), stop_at)
-
-
-@pytest.mark.parametrize(
-  'every',
-  [
-    pytest.param(7, marks=pytest.mark.process),
-    pytest.param(1, marks=pytest.mark.slow),
-  ],
-)
-def test_both_stop_between_any_operations(
-  every: int, tmp_path: pathlib.Path
-) -> None:
-  """The evaluation before it has read; the training before it has collected."""
-  _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)
-  assert count > 10
-  places = itertools.product(range(1, 13), range(1, count + 1))
-  for stop_at, pause_at in itertools.islice(places, 0, None, every):
-    evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)
