@@ -28,32 +28,17 @@ ROWS = 128
 class TwoLayers(sharded.ShardedExperiment):
   """x -> tanh(x a) b; with Adam."""
 
-  def __init__(
-    self,
-    mode,
-    init_rng,
-    width=128,
-    hidden=256,
-    evaluates=True,
-    *,
-    run_config=None,
-  ):
-    self.width = width
-    self.hidden = hidden
-    self.evaluates = evaluates
+  def __init__(self, mode, init_rng, width=128, hidden=256, evaluates=True,
+               *, run_config=None):  # fmt: skip
+    self.width, self.hidden, self.evaluates = width, hidden, evaluates
     super().__init__(mode, init_rng, run_config=run_config)
 
   def init_fn(self, rng):
-    a, b = jax.random.split(rng)
-    normal = jax.random.normal
-    weights = {
-      'a': (normal(a, [self.width, self.hidden]), ('embed', 'mlp')),
-      'b': (normal(b, [self.hidden, self.width]), ('mlp', 'embed')),
-    }
+    a = jax.random.normal(rng, [self.width, self.hidden])
+    weights = {'a': (a, ('embed', 'mlp')), 'b': (a.T, ('mlp', 'embed'))}
     return {k: partitioning.Logical(*v) for k, v in weights.items()}, {}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    del rng, is_training
     y = jnp.tanh(batch['x'] @ params['a']) @ params['b']
     loss = metrics.Mean.of(jnp.square(y).mean(-1), batch['weights'])
     return loss.compute(), {'loss': loss}, model_state
@@ -62,9 +47,8 @@ class TwoLayers(sharded.ShardedExperiment):
     return optax.adam(1e-2)
 
   def train_input(self):
-    rng = np.random.default_rng(0)
     while True:
-      yield {'x': rng.normal(size=[ROWS, self.width]).astype(np.float32)}
+      yield {'x': np.ones([ROWS, self.width], np.float32)}
 
   def eval_input(self):
     if not self.evaluates:
@@ -92,18 +76,12 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   config = make_config(checkpoint_dir=str(tmp_path))
   assert ahead.compile_experiment(TwoLayers, config)
   path = tmp_path / 'compile' / 'local.json'
-  text = capsys.readouterr().out
   made = read_report(path)
-  assert 'TwoLayers on local (cpu)' in text
-  assert f'{made.parameters:,}' in text
-  assert made.experiment == 'TwoLayers'
+  assert 'TwoLayers on local (cpu)' in capsys.readouterr().out
   mesh = {'stage': 1, 'replica': 1, 'data': 2, 'expert': 1, 'mdl': 1}
   assert vars(made.mesh) == mesh
-  assert made.sharding == 'fsdp'
-  assert (made.target.name, made.target.device_kind) == ('local', 'cpu')
   assert (made.target.num_slices, made.target.num_devices) == (1, 2)
-  assert made.target.chip is None
-  assert made.batch_rows == ROWS
+  assert (made.sharding, made.batch_rows) == ('fsdp', ROWS)
   assert made.parameters == 2 * 128 * 256
   # Half of the weights and of Adam's two moments; four counters of 4 bytes.
   weights = 4 * made.parameters // 2
@@ -119,15 +97,13 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   # The state is donated: it exists once.
   arrays = train.peak_bytes - train.temp_bytes
   assert made.state_bytes + made.batch_bytes <= arrays < 2 * made.state_bytes
-  assert train.fits is None
-  assert train.roofline is None
+  assert (train.fits, train.roofline) == (None, None)
   gathers = [t for t in train.measures.traffic if t.kind == 'all-gather']
   assert [t.axes for t in gathers] == [['data']]
   # Each weight once whole, at least.
   assert gathers[0].bytes >= 4 * made.parameters
   assert gathers[0].dcn_bytes == 0
-  names = [b.name for b in train.buffers]
-  assert "state.opt_state[0].mu['a']" in names
+  assert "state.opt_state[0].mu['a']" in [b.name for b in train.buffers]
   assert any("a 'cpu' device" in n.lower() for n in made.notes)
   assert os.listdir(path.parent) == ['local.json']
 
@@ -164,27 +140,15 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
 # The TPU compiler.
 
 
-def test_a_run_on_tpus():
-  pytest.importorskip('libtpu')
-  made = ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
-  train, evaluation = made.programs
-  product = 2 * ROWS * 128 * 256
-  assert train.measures.flops == 5 * product / 4
-  assert evaluation.measures.flops == 2 * product / 4
-  assert train.fits
-  assert train.peak_bytes < 10 << 20
-  assert {t.axes for t in train.measures.traffic} == {('data',)}
-  assert train.roofline.seconds['ICI'] > 0
-  assert train.roofline.seconds['DCN'] == 0
-  assert 0 < train.roofline.mfu_sum < train.roofline.mfu_bound <= 1.2
-  assert 'libtpu' in made.versions
-
-
 def test_a_run_on_slices_of_tpus():
   pytest.importorskip('libtpu')
   config = make_config(topology='v4:2x2x1', num_slices=2)
   made = ahead.make_report(TwoLayers, config)
   train, _ = made.programs
+  assert train.fits
+  assert train.peak_bytes < 10 << 20
+  assert 0 < train.roofline.mfu_sum < train.roofline.mfu_bound <= 1.2
+  assert 'libtpu' in made.versions
   mesh = {'stage': 1, 'replica': 2, 'data': 4, 'expert': 1, 'mdl': 1}
   assert made.mesh == mesh
   assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
@@ -215,7 +179,4 @@ def test_a_run_that_does_not_fit(tmp_path, capsys):
   assert train.fits is False
   assert evaluation.fits is True
   assert 17 << 30 <= train.peak_bytes < 21 << 30
-  assert train.measures.flops == 5 * 2 * ROWS * (5 << 27) / 4
   assert train.buffers[0].bytes == 5 << 29
-  weights = {f"state.params['{name}']" for name in 'ab'}
-  assert weights <= {b.name for b in train.buffers}

@@ -12,11 +12,7 @@ from jaxline.compile import report
 # 100 FLOP/s, 1000 bytes of memory at 50 bytes/s, 20 and 10 bytes/s of network.
 CHIP = chips.Chip('v4', ('TPU v4',), 100.0, 1000.0, 50.0, 2, 10.0, 10.0)
 TARGET = report.Target(
-  name='v4:2x2x1',
-  device_kind='TPU v4',
-  num_slices=2,
-  num_devices=8,
-  chip=CHIP,
+  name='v4:2x2x1', device_kind='TPU v4', num_slices=2, num_devices=8, chip=CHIP
 )
 # How many; their bytes, those sent, and those sent to other slices.
 GATHER = measure.Traffic('all-gather', ('data',), 3, 80.0, 60.0, 0.0)
@@ -24,40 +20,36 @@ REDUCE = measure.Traffic('all-reduce', ('replica', 'data'), 1, 40.0, 70.0, 10.0)
 PATH = f"state.params['{'layers/' * 20}w']"
 BUFFER = memory.Buffer(6 << 30, 'f32[2,28000,28000]', 'argument', PATH)
 MEASURES = measure.Measures(
-  flops=1000.0,
-  hbm_bytes=200.0,
-  traffic=(GATHER, REDUCE),
-  unknown_loops=('while.3 (jit(step)/while)',),
-  unknown_kernels=(),
+  flops=1000.0, hbm_bytes=200.0, traffic=(GATHER, REDUCE),
+  unknown_loops=('while.3 (jit(step)/while)',), unknown_kernels=(),
+)  # fmt: skip
+
+
+REPORT = report.ProgramReport(
+  experiment='Experiment',
+  target=TARGET,
+  mesh={'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1},
+  sharding='fsdp',
+  batch_rows=32,
+  parameters=1_104_619_904,
+  state_bytes=480,
+  batch_bytes=20,
+  programs=(
+    report.Program(
+      name='train step',
+      model_flops=4000.0,
+      temp_bytes=300,
+      peak_bytes=800,
+      fits=True,
+      measures=MEASURES,
+      roofline=report.roofline(TARGET, MEASURES, 4000.0),
+      compile_secs=12.34,
+      buffers=(BUFFER,),
+    ),
+  ),
+  notes=('A note.',),
+  versions={'jax': '0.10.2'},
 )
-
-
-def make_report(**changes):
-  train = report.Program(
-    name='train step',
-    model_flops=4000.0,
-    temp_bytes=300,
-    peak_bytes=800,
-    fits=True,
-    measures=MEASURES,
-    roofline=report.roofline(TARGET, MEASURES, 4000.0),
-    compile_secs=12.34,
-    buffers=(BUFFER,),
-  )
-  values = {
-    'experiment': 'Experiment',
-    'target': TARGET,
-    'mesh': {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1},
-    'sharding': 'fsdp',
-    'batch_rows': 32,
-    'parameters': 1_104_619_904,
-    'state_bytes': 480,
-    'batch_bytes': 20,
-    'programs': (train,),
-    'notes': ('A note.',),
-    'versions': {'jax': '0.10.2'},
-  }
-  return report.ProgramReport(**{**values, **changes})
 
 
 def test_the_roofline_of_a_step():
@@ -83,7 +75,7 @@ def test_the_roofline_of_a_step():
 
 
 def test_the_text_has_the_numbers_and_fits_80_columns():
-  text = str(make_report())
+  text = str(REPORT)
   assert max(map(len, text.splitlines())) <= 80
   for part in (
     '1,104,619,904',
@@ -110,12 +102,11 @@ def test_the_text_has_the_numbers_and_fits_80_columns():
   ],
 )
 def test_what_does_not_fit_says_so(hbm_bytes, expected):
-  made = make_report()
-  assert made.fits
-  train = dataclasses.replace(made.programs[0], peak_bytes=1500, fits=False)
+  assert REPORT.fits
+  train = dataclasses.replace(REPORT.programs[0], peak_bytes=1500, fits=False)
   chip = hbm_bytes and dataclasses.replace(CHIP, hbm_bytes=hbm_bytes)
   target = dataclasses.replace(TARGET, chip=chip)
-  made = dataclasses.replace(made, programs=(train,), target=target)
+  made = dataclasses.replace(REPORT, programs=(train,), target=target)
   assert not made.fits
   assert expected in str(made)
   assert 'gradient_accumulation_steps' in str(made)
