@@ -243,16 +243,38 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   assert checkpointer.steps('latest') == [1, 2]
 
 
-# Damage. The model in test_model.py has it at any time.
+# Damage.
 
 
-def test_the_one_before_is_used_and_nothing_is_removed(open_run, two, caplog):
-  shutil.rmtree(lib.data_of(two))
-  left = lib.tree_of(two)
+def _truncate(path) -> None:
+  path.write_bytes(path.read_bytes()[:-2])
+
+
+HARMS = {
+  'flipped manifest': lambda run, step: lib.flip(lib.manifest_of(run, step)),
+  'cut manifest': lambda run, step: _truncate(lib.manifest_of(run, step)),
+  'flipped part': lambda run, step: lib.flip(lib.part_of(run, 'w', step)),
+  'cut part': lambda run, step: _truncate(lib.part_of(run, 'w', step)),
+  'no part': lambda run, step: lib.part_of(run, 'w', step).unlink(),
+  'no data': lambda run, step: shutil.rmtree(lib.data_of(run, step)),
+}
+
+
+@pytest.mark.parametrize('harm', HARMS)
+def test_the_one_before_is_used_and_nothing_is_removed(
+  harm, open_run, two, caplog
+):
+  HARMS[harm](two, 5)
   checkpointer, live = open_run(max_checkpoints_to_keep=1), lib.weights()
   assert lib.restore(checkpointer, live).global_step == 3
   assert live.held()['n'] == 1
   assert 'Trying an earlier one' in caplog.text
+  HARMS[harm](two, 3)
+  left = lib.tree_of(two)
+  with pytest.raises(store_lib.DamagedError, match='that is intact') as e:
+    lib.restore(checkpointer, lib.weights())
+  assert '/latest/3' in str(e.value)
+  assert '/latest/5' in str(e.value)
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left
   checkpointer.begin(3)  # It goes when training begins there.

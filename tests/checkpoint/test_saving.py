@@ -99,8 +99,10 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   assert follow() == [(2, 2), (4, 4), (6, 6)]
   assert follow() == []
   lib.save(training, lib.weights(8), 8)
+  training._manifests.store.write('latest/8.json', b'{')
+  assert follow() == []  # It is damaged.
   training.close()
-  # One that was damaged, and a step that is made anew, have other data.
+  # A step that is made anew has other data.
   again = open_run('train', url)
   lib.restore(again, lib.weights(), 4)
   again.begin(4)

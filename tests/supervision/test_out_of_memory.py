@@ -44,19 +44,12 @@ class PerDevice(experiment.AbstractExperiment):
     return {}
 
 
-class Constructor(PerDevice):
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-    allocate_too_much()
-
-
 @pytest.mark.parametrize(
   ('cls', 'row'),
   [
     (Evaluates, ['128', 'B', '_state/params/w', 'float32[8,', '4]']),
     # Two devices: half of the array is on each.
     (PerDevice, ['4', 'KiB', 'params/dense/w', 'float32[2,', '1024]']),
-    (Constructor, ['4', 'KiB', '(unnamed)', 'float32[2,', '1024]']),
   ],
 )
 def test_the_largest_arrays_and_the_remedies_are_listed(cls, row):
