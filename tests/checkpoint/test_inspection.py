@@ -89,9 +89,8 @@ def test_ls_lists_series_steps_and_metrics(call, run):
     'best 2 best/loss 0.25, train/loss 0.5, train/zeta 1',
   ]
   (row,) = inspection.list_run(run / 'checkpoints' / 'best')
-  assert (row['series'], row['step'], row['problem']) == ('best', 2, None)
   manifest = json.loads(lib.manifest_of(run, 2, 'best').read_text())
-  assert row['time'] == manifest['time']
+  assert (row['time'], row['problem']) == (manifest['time'], None)
   parts = lib.data_of(run, 2, 'best').glob('*/c*')
   assert row['bytes'] == sum(p.stat().st_size for p in parts)
 
@@ -120,7 +119,6 @@ def test_places(saved, tmp_path, monkeypatch):
   for where in ('', '/', '/checkpoints', '/checkpoints/latest:4', ':4'):
     found = inspection.find(f'{saved}{where}')
     assert found.name == f'{saved}/checkpoints/latest/4'
-    np.testing.assert_array_equal(found.arrays('.*/w')['state/params/w'], W)
   best = saved / 'checkpoints' / 'best'
   for where in (best, f'{best}:2', f'{best}/'):
     assert inspection.find(where).name == f'{best}/2'

@@ -1,6 +1,5 @@
 """Compiled programs that are kept for the next start."""
 
-import contextlib
 import zlib
 
 import jax
@@ -10,8 +9,8 @@ import pytest
 
 from jaxline import base_config
 from jaxline import platform
+from jaxline.parallel import distributed
 from jaxline.supervision import compilation_cache
-from tests import processes
 from tests import remains
 from tests.experiments import regression
 
@@ -159,24 +158,6 @@ def test_a_home_that_can_only_be_read(home, read_only, counts, caplog):
     assert jax.jit(lambda x: x - 3)(1.0) == -2
 
 
-@pytest.mark.filterwarnings('ignore:Error writing persistent compilation')
-def test_a_full_disk_costs_no_later_run_its_cache(small_disk, counts, caplog):
-  """JAX leaves what it could write of an entry."""
-  folder, _ = small_disk
-  config = make_config(f'{folder}/own')
-  filler = folder / 'filler'
-  with contextlib.suppress(OSError):
-    filler.write_bytes(bytes(2_000_000))
-  assert compiled(config).shape == (5,)
-  filler.unlink()
-  caplog.clear()
-  compiled(config)
-  counts.update(hits=0, misses=0)
-  compiled(config)
-  assert counts['misses'] == 0
-  assert counts['hits'] >= 1
-
-
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation')
 @pytest.mark.parametrize(
   ('damage', 'was_killed'), [('flip', False), ('cut', True)]
@@ -261,26 +242,19 @@ def test_a_run_that_starts_again_compiles_nothing_again(tmp_path, counts):
   assert warm[1:] == (cold[2], 0)
 
 
-@pytest.mark.process
-def test_processes_that_do_not_share_a_cache_are_warned(tmp_path):
-  address = processes.free_address()
-  with contextlib.ExitStack() as stack:
-    started = [
-      stack.enter_context(
-        processes.started(
-          *('tests/programs/toy.py', 'sharded', 'direct'),
-          '--config=tests/programs/toy_config.py',
-          f'--config.checkpoint_dir={tmp_path / "run"}',
-          '--config.training_steps=2',
-          XLA_FLAGS='--xla_force_host_platform_device_count=1',
-          XDG_CACHE_HOME=str(tmp_path / f'cache_{i}'),
-          JAX_COORDINATOR_ADDRESS=address,
-          JAX_NUM_PROCESSES='2',
-          JAX_PROCESS_ID=str(i),
-        )
-      )
-      for i in range(2)
-    ]
-    for done in map(processes.end, started):
-      assert done.returncode == 0, done.stderr
-      assert 'the processes do not share' in done.stdout + done.stderr
+@pytest.mark.parametrize('is_shared', [True, False])
+def test_processes_that_do_not_share_a_cache_are_warned(
+  is_shared, home, monkeypatch, caplog
+):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  decide = lambda own, choose, **unused: choose([True, own])
+  monkeypatch.setattr(distributed, 'gather_and_decide', decide)
+  of_0 = lambda name: 'programs' if is_shared else name  # It has made a file.
+  monkeypatch.setattr(distributed, 'broadcast_from_process_0', of_0)
+  folder = home / 'jaxline' / 'programs'
+  (folder / 'programs').mkdir(parents=True)
+  with compilation_cache.of_run(make_config()):
+    used = jax.config.jax_compilation_cache_dir
+  assert used == (str(folder) if is_shared else None)
+  assert ('the processes do not share' in caplog.text) != is_shared

@@ -12,7 +12,6 @@ import pytest
 
 from jaxline import errors
 from jaxline import metrics
-from jaxline import train as train_lib
 from jaxline.compat import experiments
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import nonfinite
@@ -88,21 +87,6 @@ def test_a_step_without_the_flag_that_it_needs_is_refused():
   for mode, flagged in ('skip', False), ('skip', True), ('raise', True):
     with pytest.raises(errors.UsageError, match='nonfinite'):
       drive(a_guard(mode, FLAGS_NONFINITE=flagged), [{'loss': 1.0}])
-
-
-# When.
-
-
-@pytest.mark.parametrize(('in_flight', 'late'), [(1, 1), (4, 3), (None, 1)])
-def test_the_guard_waits_for_no_step_before_the_loop_does(in_flight, late):
-  config = regression.get_config(8)
-  config.max_steps_in_flight = in_flight
-  run = train_lib.Run(regression.Regression, config)
-  guard = train_lib.Training(run).guard
-  with pytest.raises(nonfinite.NonfiniteError):
-    for step in range(8):
-      guard(0.0, step, {'nonfinite': 1})
-  assert step == late
 
 
 def test_donated_arrays_do_no_harm():
