@@ -13,7 +13,6 @@ import safetensors.numpy
 
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import inspection
-from jaxline.checkpoint import manifests as manifests_lib
 from tests import checkpoints as lib
 from tests import processes
 
@@ -207,22 +206,6 @@ def test_a_damaged_manifest_is_an_error(call, run):
     assert got == status
     assert 'latest/4.json does not match' in out + err
     assert err.count('\n') == (status == 2)
-
-
-def test_what_vanishes(call, run, monkeypatch):
-  """Retention removes step 4 when its manifest has just been read."""
-  read = manifests_lib.Manifests.read
-
-  def late(self, series, step):
-    found = read(self, series, step)
-    if (series, step) == ('latest', 4):
-      shutil.rmtree(lib.data_of(run, 4))
-      lib.manifest_of(run, 4).unlink()
-    return found
-
-  monkeypatch.setattr(manifests_lib.Manifests, 'read', late)
-  want = 'latest/2  ok\nbest/2  ok\n2 checkpoints, 0 damaged\n'
-  assert call('verify', run)[:2] == (0, want)
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)

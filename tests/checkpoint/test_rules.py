@@ -139,25 +139,3 @@ def test_rules_that_cannot_be_followed(rules, match, kept, open_run, tmp_path):
   lib.assert_refused(
     checkpointer, lib.Sharded(seed=2), tmp_path, match, key=key
   )
-
-
-def test_rules_between_attributes_of_all_kinds(open_run, tmp_path):
-  keys = {'k': jax.random.key(4)}
-  made = {'f': np.arange(3, dtype='f4'), 'i': jnp.int4(3), 'j': jnp.arange(3.0)}
-  other = open_run(directory=tmp_path / 'other')
-  lib.save(other, lib.PerDevice(keys, {'n': made | keys}))
-  live = lib.PerDevice(
-    {'f': jnp.zeros(3), 'k': jax.random.key(0)},
-    {'n': {'f': np.zeros(3, np.float32), 'i': jnp.int4(0), 'j': jnp.zeros(3)}},
-  )
-  checkpointer = open_run(
-    restore_from=str(tmp_path / 'other'),
-    restore_rules=[('n/(.)', r'n/\1'), ('f', 'n/f')],
-  )
-  lib.restore(checkpointer, live)
-  held = live.held()
-  lib.assert_same(held['f'], lib.rows(jnp.arange(3.0)))
-  lib.assert_same(held['k'], lib.rows(jax.random.key(0)))
-  lib.assert_same(held['n']['i'], jnp.int4(3))
-  lib.assert_same(held['n']['j'], jnp.arange(3.0))
-  np.testing.assert_array_equal(held['n']['f'], [0, 1, 2])

@@ -1,17 +1,14 @@
 """Evaluations beside training: what they read, follow and save as the best."""
 
-import contextlib
 import errno
-import itertools
 import math
 import os
-import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxline.checkpoint import arrays
 from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from jaxline.checkpoint import manifests as manifests_lib
@@ -31,16 +28,16 @@ def data(run) -> list[str]:
 
 
 @pytest.mark.parametrize(
-  ('mode', 'series', 'place'),
+  ('mode', 'series', 'reader', 'is_marked'),
   [
-    ('eval', 'latest', (manifests_lib.Manifests, 'read')),
-    ('eval', 'latest', (contents.Checkpoint, 'read')),
-    ('eval_decode', 'latest', (contents.Checkpoint, 'read')),
-    ('eval', 'best', (contents.Checkpoint, 'read')),
+    ('eval', 'latest', manifests_lib.Manifests, False),
+    ('eval', 'latest', contents.Checkpoint, True),
+    ('eval_decode', 'latest', contents.Checkpoint, False),
+    ('eval', 'best', contents.Checkpoint, False),
   ],
 )
 def test_what_goes_while_it_is_read(
-  mode, series, place, open_run, tmp_path, monkeypatch, caplog
+  mode, series, reader, is_marked, open_run, tmp_path, monkeypatch, caplog
 ):
   keep = {'max_checkpoints_to_keep': 1, 'max_best_checkpoints_to_keep': 1}
   writing = open_run(**keep)
@@ -49,22 +46,17 @@ def test_what_goes_while_it_is_read(
   reading = open_run(mode)
   # Then it leaves no mark.
   reading.directory.reads_only = mode == 'eval_decode'
-  original = getattr(*place)
+  original = reader.read
 
   def late(self, *args):
-    monkeypatch.setattr(*place, original)
+    monkeypatch.setattr(reader, 'read', original)
     lib.save(writing, lib.weights(2), 2, series=series)  # Removes the first.
     return original(self, *args)
 
-  monkeypatch.setattr(*place, late)
+  monkeypatch.setattr(reader, 'read', late)
   live = lib.weights()
   state = lib.restore(reading, live, series=series)
   assert 'Trying an earlier one' not in caplog.text  # It is gone, not damaged.
-  is_marked = (mode, series, place[0]) == (
-    'eval',
-    'latest',
-    contents.Checkpoint,
-  )
   want = 1 if is_marked else 2
   assert (state.global_step, live.held()['n']) == (want, want)
   # Where a step is asked for there is no other one for it.
@@ -124,7 +116,7 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
 # The best.
 
 
-def test_the_best_names_the_same_data(copied, open_run, tmp_path):
+def test_the_best_names_the_same_data(copied, open_run):
   evaluation = open_run('eval')
   live = lib.Sharded('eval', seed=1)
   lib.restore(evaluation, live, key=None)
@@ -144,21 +136,23 @@ def test_the_best_names_the_same_data(copied, open_run, tmp_path):
   assert (state.best_eval_metric_value, state.global_step) == (0.5, 5)
   for name, value in extra.items():
     lib.assert_same(state[name], value, name)
-  # Training goes on from it, with its optimizer and its position.
-  trained, want = lib.Sharded(seed=3), lib.Sharded()
-  best = f'{copied}/checkpoints/best'
-  other = open_run(directory=tmp_path / 'fork', restore_from=best)
-  assert lib.restore(other, trained, key=jax.random.key(0)).global_step == 5
-  lib.advance(want, 1)
-  lib.assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
-def test_the_best_of_the_per_device_style(open_run, tmp_path):
+def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
   training, run = open_run(), tmp_path / 'run'
   lib.save(training, lib.weights(3), 3)
   evaluation, live = open_run('eval'), lib.weights()
   lib.restore(evaluation, live)
   live._b0 = 4  # `evaluate` may change an attribute.
+  write = arrays.write
+
+  def late(*args):
+    found = write(*args)
+    # Nothing names the data yet, but for the evaluation's mark.
+    training._manifests.collect_garbage(data(run))
+    return found
+
+  monkeypatch.setattr(arrays, 'write', late)
   lib.save_best(evaluation, live, 3, 0.5)
   names = {lib.data_of(run, 3, series).name for series in ('latest', 'best')}
   assert set(data(run)) == names
@@ -185,129 +179,6 @@ def test_the_last_best_counts_of_whichever_step_it_is(
   state = lib.restore(open_run('eval_2'), lib.weights(), series='best', **BEST)
   assert (state.global_step, state.best_eval_metric_value) == (2, 3.0)
   assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
-
-
-@contextlib.contextmanager
-def suspended(at: int, meanwhile):
-  """Calls a function before the nth operation on a store, from 0.
-
-  Yields a list, which is empty afterwards if there are fewer operations.
-  """
-  seen, lock = itertools.count(), threading.Lock()
-  reached = []
-
-  def wrap(original):
-    def method(*args, **more):
-      with lock:
-        is_due = not reached and next(seen) == at
-        if is_due:
-          reached.append(original.__name__)
-      if is_due:
-        meanwhile()
-      return original(*args, **more)
-
-    return method
-
-  with pytest.MonkeyPatch.context() as patch:
-    for kind in (store_lib.Disk, store_lib.Bucket):
-      for name in store_lib.Store.__abstractmethods__ | {'versioned', 'sync'}:
-        patch.setattr(kind, name, wrap(getattr(kind, name)))
-    yield reached
-
-
-# A sample of the operations: all of them take minutes.
-@pytest.mark.parametrize(
-  ('url', 'every'),
-  [
-    ('disk', 7),
-    pytest.param('gs', 9, marks=pytest.mark.process),
-    pytest.param('disk', 1, marks=pytest.mark.slow),
-    pytest.param('gs', 1, marks=pytest.mark.slow),
-  ],
-  indirect=['url'],
-)
-@pytest.mark.parametrize(
-  ('who', 'is_pure', 'is_stale'),
-  [
-    ('evaluation', True, False),
-    ('evaluation', True, True),
-    ('evaluation', False, True),
-    ('training', True, True),
-    ('training', False, False),
-  ],
-)
-def test_who_is_suspended_at_any_operation_loses_no_best(
-  who, is_pure, is_stale, url, every, open_run, clock, monkeypatch
-):
-  """An evaluation restores and saves the best, a training retires and collects.
-
-  One of them is suspended while the other does all of its part. Marks become
-  stale meanwhile, or do not: then nothing is lost, and nothing is said.
-  """
-  # Two processes share no claims; here the one would wait for the other's beat.
-  monkeypatch.setattr(owner, 'check', lambda run: None)
-  if not is_stale:
-    monkeypatch.setattr('absl.logging.error', pytest.fail)
-
-  def weights(step):
-    live = lib.weights(step)
-    live.EVALUATION_IS_PURE = is_pure
-    return live
-
-  def suspend(at: int) -> str:
-    """Returns what became of the new best; '' if nobody was suspended."""
-    run, outcome, best = f'{url}/{at}', '', 3
-    training = open_run(directory=run, max_checkpoints_to_keep=1)
-    evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
-    manifests = training._manifests
-    store = manifests.store
-    collect = lambda: manifests.collect_garbage(store.names('data'))
-
-    def train():
-      lib.save(training, weights(7), 7)
-      clock.now += owner.STALE_SECS * is_stale
-      collect()
-
-    def evaluate():
-      nonlocal outcome, best
-      outcome, live = 'lost', weights(-1)
-      with contextlib.suppress(*[store_lib.DamagedError] * is_stale):
-        step = int(lib.restore(evaluation, live).global_step)
-        lib.save_best(evaluation, live, step, float(step))
-        outcome, best = 'saved', step
-
-    lib.save(training, weights(3), 3)
-    evaluate()
-    lib.save(training, weights(5), 5)
-    lib.restore(evaluation, weights(-1))
-    collect()  # It sees the mark.
-    both = (evaluate, train)[:: 1 if who == 'evaluation' else -1]
-    with suspended(at, both[1]) as reached:
-      both[0]()
-    if not reached:
-      return ''
-    if is_stale:
-      collect()
-    evaluation.close()
-    lib.save(training, weights(9), 9)
-    if is_stale:
-      collect()
-    assert evaluation.steps('best') == [best], (at, reached, outcome)
-    found = inspection.find(f'{run}/checkpoints/best')
-    assert {*found.arrays('w')['w']} == {best}
-    newest = manifests.read('latest', 9)['data']
-    assert {*store.names('data')} == {newest, found.record['data']}
-    assert store.names('readers') == []
-    doomed = store.names('doomed')
-    assert not any(store.names(f'doomed/{x}') for x in doomed)
-    return outcome
-
-  places = itertools.count(2 % every, every)
-  outcomes = {*iter(map(suspend, places).__next__, '')}
-  assert 'saved' in outcomes
-  # Training does not know data that it has not written.
-  if not is_stale or (who == 'training' and not is_pure):
-    assert outcomes == {'saved'}
 
 
 def test_the_best_of_two_evaluations(open_run):

@@ -79,13 +79,6 @@ def test_bcast_puts_a_copy_on_each_device(value, dtype):
     assert float(got.max()) == 2.5
 
 
-def test_maybe_device_get():
-  got = devices.maybe_device_get(jnp.ones([2]))
-  assert type(got) is np.ndarray
-  for other in ('text', None, np.ones(2)):
-    assert devices.maybe_device_get(other) is other
-
-
 # --- double_buffer -----------------------------------------------------------
 
 
@@ -121,8 +114,7 @@ def test_double_buffer_is_one_batch_ahead_and_keeps_no_other(count):
   assert len(held) == count
 
 
-@pytest.mark.parametrize('how', ['close', 'drop'])
-def test_double_buffer_ended_early_ends_its_source(how):
+def test_double_buffer_ended_early_ends_its_source():
   ended = []
 
   def read():
@@ -135,8 +127,6 @@ def test_double_buffer_ended_early_ends_its_source(how):
   batches = devices.double_buffer(source)
   next(batches)
   assert not ended
-  if how == 'close':
-    batches.close()
   del batches
   assert ended  # Although the caller has it still.
 

@@ -3,9 +3,9 @@
 `tests/promises/test_hosts.py` and `test_lost_hosts.py` have real processes.
 """
 
+import collections
 from concurrent import futures
 import importlib.util
-import itertools
 import random
 import re
 import signal
@@ -37,13 +37,6 @@ SLURM = {
   'SLURM_PROCID': '9',
   'SLURM_LOCALID': '1',
   'SLURM_STEP_TASKS_PER_NODE': '8(x3)',
-}
-OPEN_MPI = {
-  'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911',
-  'OMPI_COMM_WORLD_SIZE': '4',
-  'OMPI_COMM_WORLD_RANK': '3',
-  'OMPI_COMM_WORLD_LOCAL_RANK': '1',
-  'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
 }
 
 
@@ -115,7 +108,6 @@ def test_nothing_is_found_and_nobody_is_asked(monkeypatch, env, connected):
 
 
 BY_SLURM = ('node07:61808', 24, 9)  # JAX's port: 61440 + the job modulo 4096.
-BY_MPI = ('10.96.0.1:62624', 4, 3)  # 61440 + 1531576320 / 4096 modulo 4096.
 
 
 @pytest.mark.parametrize(
@@ -134,8 +126,6 @@ BY_MPI = ('10.96.0.1:62624', 4, 3)  # 61440 + 1531576320 / 4096 modulo 4096.
       ('node0:1234', 4, 2),
       None,
     ),
-    (OPEN_MPI, BY_MPI, [1]),
-    (OPEN_MPI | {'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, BY_MPI, None),
   ],
 )
 def test_what_the_environment_says(env, connected, variables, place, gpus):
@@ -152,28 +142,6 @@ def test_wrong_variables(env, values):
   env(**dict(zip(VARIABLES, values, strict=True)))
   with pytest.raises(errors.UsageError, match='JAX_PROCESS_ID'):
     distributed.initialize('auto')
-
-
-def test_tpu_slices_of_gke(monkeypatch, env, connected):
-  monkeypatch.setattr(cloud_tpu_cluster, 'running_in_cloud_tpu_vm', True)
-  monkeypatch.setattr(socket, 'gethostbyname', lambda host: '10.0.0.1')
-  env(
-    JOB_COMPLETION_INDEX='2',  # Of an indexed job as well.
-    KUBERNETES_SERVICE_HOST='10.0.0.9',
-    TPU_WORKER_ID='2',
-    TPU_WORKER_HOSTNAMES='lm-slice-1-0,lm-slice-1-1,lm-slice-1-2',
-    MEGASCALE_COORDINATOR_ADDRESS='lm-slice-0-0.lm:8080',
-    MEGASCALE_NUM_SLICES='2',
-    MEGASCALE_SLICE_ID='1',
-  )
-  before = jax.config.jax_platforms
-  jax.config.update('jax_platforms', 'tpu,cpu')
-  try:
-    distributed.initialize('auto')
-  finally:
-    jax.config.update('jax_platforms', before)
-  assert connected['place'] == ('lm-slice-0-0.lm:8482', 6, 5)
-  assert connected['local_device_ids'] is None
 
 
 def test_an_indexed_job_needs_the_package(monkeypatch, env):
@@ -215,11 +183,11 @@ def test_how_long_to_wait_for_a_process_is_set(env, connected):
 class Store:
   """The key-value store of the coordination service, with random delays."""
 
-  def __init__(self, rng):
-    self.values, self.changed, self.rng = {}, threading.Condition(), rng
+  def __init__(self):
+    self.values, self.changed = {}, threading.Condition()
 
   def key_value_set(self, key, value):
-    time.sleep(self.rng.random() * 1e-3)
+    time.sleep(random.random() * 1e-3)
     with self.changed:
       assert key not in self.values
       self.values[key] = value
@@ -227,8 +195,7 @@ class Store:
 
   def blocking_key_value_get(self, key, timeout_in_ms):
     with self.changed:
-      if not self.changed.wait_for(lambda: key in self.values, 20):
-        raise TimeoutError(key)
+      assert self.changed.wait_for(lambda: key in self.values, 20), key
       return self.values[key]
 
   def key_value_delete(self, key):
@@ -252,14 +219,13 @@ def module_of(process, processes, client):
   return module
 
 
-@pytest.mark.parametrize(('processes', 'seed'), [(1, 0), (2, 1), (4, 2)])
-def test_processes_agree_on_the_step(processes, seed):
+@pytest.mark.parametrize('processes', [1, 2, 4])
+def test_processes_agree_on_the_step(processes):
   """Threads are the processes, whose steps take different times."""
-  store = Store(random.Random(seed))
-  met = threading.Barrier(processes)
+  store, met = Store(), threading.Barrier(processes)
 
   def train(process):
-    rng = random.Random(f'{seed} {process}')
+    rng = random.Random(process)
     module, done = module_of(process, processes, store), []
     for loop in range(3):
       agreement, asked = module.Agreement(), set()
@@ -282,9 +248,9 @@ def test_processes_agree_on_the_step(processes, seed):
     done = list(executor.map(train, range(processes)))
   assert all(x == done[0] for x in done)
   # Each is due again and again.
-  counts = [(loop, name) for loop, _, name in done[0]]
-  for key in itertools.product(range(3), ('save', 'evaluation')):
-    assert counts.count(key) > 1
+  counts = collections.Counter((loop, name) for loop, _, name in done[0])
+  assert len(counts) == 3 * 2
+  assert min(counts.values()) > 1
   # The keys of the last exchange of each loop.
   assert len(store.values) == (processes > 1) * processes * 3
 

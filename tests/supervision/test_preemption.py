@@ -3,8 +3,6 @@
 import asyncio
 from concurrent import futures
 import contextlib
-import faulthandler
-import os
 import signal
 
 import jax
@@ -14,65 +12,7 @@ from jaxline.supervision import preemption
 from tests import processes
 from tests import remains
 
-process = pytest.mark.process
 AGAIN = 'press Ctrl-C again to leave at once'
-
-# What the programs below begin with. They say on stdout where they are, and
-# wait for a line where the test is to act first.
-HEADER = """
-import select
-import sys
-from jaxline.supervision import preemption
-
-def say(*words):
-  print(*words, flush=True)
-
-def wait():
-  # Not a read alone: Python runs no handler for a signal that came just before.
-  while not select.select([sys.stdin], [], [], 0.05)[0]:
-    pass
-  sys.stdin.readline()
-"""
-
-
-class Program:
-  """A Python program that tells where it is."""
-
-  def __init__(self, process):
-    self.process, self.kill = process, process.send_signal
-
-  def said(self, words):
-    """Waits until the program has said these words."""
-    assert any(line.strip() == words for line in self.process.stdout), words
-
-  def complained(self, words):
-    assert any(words in line for line in self.process.stderr), words
-
-  def tell(self):
-    self.process.stdin.write('\n')
-    self.process.stdin.flush()
-
-  def end(self):
-    """Returns the exit code, and the rest of stdout and stderr."""
-    # Not by `communicate`: it closes stdin, which ends a `wait()`, and does not
-    # see what `said` has read ahead.
-    code = self.process.wait(processes.TIMEOUT_SECS)
-    return code, self.process.stdout.read(), self.process.stderr.read()
-
-
-@pytest.fixture
-def start():
-  with contextlib.ExitStack() as stack:
-
-    def start_one(code, *args):
-      # JAX says what the hosts have agreed upon, at level 0.
-      process = processes.started(
-        '-c', HEADER + code, *args, TF_CPP_MIN_LOG_LEVEL='0'
-      )
-      return Program(stack.enter_context(process))
-
-    yield start_one
-
 
 # --- in training -------------------------------------------------------------
 
@@ -106,43 +46,45 @@ def test_the_first_notice_decides(first, second, code, why, capfd):
 
 
 # With JAX's own handler of SIGTERM, which Python does not know, and without.
-@process
+@pytest.mark.process
 @pytest.mark.parametrize(
-  ('several', 'signum'), [(False, signal.SIGHUP), (True, signal.SIGINT)]
+  ('address', 'signum'),
+  [('', signal.SIGHUP), (processes.free_address(), signal.SIGINT)],
 )
-def test_a_forked_worker_has_its_own_signals(start, several, signum):
-  program = start(
-    """
-import os, signal, time
+def test_a_forked_worker_has_its_own_signals(address, signum):
+  program = """
+import os, signal, sys, time
+from jaxline.supervision import preemption
+address, signum = sys.argv[1], int(sys.argv[2])
 with preemption.Watch() as watch:
-  if len(sys.argv) > 1:
+  if address:
     import jax
-    jax.distributed.initialize(sys.argv[1], 1, 0)
+    jax.distributed.initialize(address, 1, 0)
     preemption.begin_run()
   with watch.training():
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-      say('child')
+      os.write(write_end, b'x')
       time.sleep(1)  # Not a pause, which the signal could come before.
       os.write(write_end, b'x')
       time.sleep(20)
       os._exit(0)
     os.close(write_end)
+    assert os.read(read_end, 1) == b'x'
+    os.killpg(0, signum)  # As the terminal does.
     assert os.read(read_end, 1) == b'x', 'It died of the interrupt.'
     os.kill(child, signal.SIGTERM)
-    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
     while not watch.reached(1):
       time.sleep(0.001)
     watch.leave()
-""",
-    *[processes.free_address()] * several,
+"""
+  done = processes.run('-c', program, address, str(int(signum)))
+  assert done.returncode == (75 if signum == signal.SIGHUP else 130), (
+    done.stderr
   )
-  program.said('child')
-  os.killpg(program.process.pid, signum)  # As the terminal does.
-  program.said('-15')
-  code, _, err = program.end()
-  assert code == (130 if signum == signal.SIGINT else 75), err
+  assert done.stderr.count(AGAIN) == (signum == signal.SIGINT)
 
 
 # --- elsewhere ---------------------------------------------------------------
@@ -178,20 +120,6 @@ def test_what_is_ignored_stays_ignored():
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
   finally:
     signal.signal(signal.SIGHUP, before)
-
-
-def test_a_handler_in_c_keeps_its_signal(tmp_path):
-  with open(tmp_path / 'stacks', 'w+') as stacks:
-    faulthandler.register(signal.SIGUSR1, file=stacks)
-    try:
-      with preemption.Watch() as watch, watch.training():
-        signal.raise_signal(signal.SIGUSR1)
-        assert not watch.reached(1)
-      signal.raise_signal(signal.SIGUSR1)
-    finally:
-      faulthandler.unregister(signal.SIGUSR1)
-    stacks.seek(0)
-    assert stacks.read().count('Current thread') == 2
 
 
 def test_a_run_names_further_signals():
@@ -283,63 +211,19 @@ def test_hosts_that_cannot_agree_leave_at_once(monkeypatch):
     pytest.fail('It goes on.')
 
 
-# --- with jax.distributed ----------------------------------------------------
-
-# Hosts of different speed, of a run that goes on at step 500.
-HOST = """
-import time
-import jax
-address, num_processes, process, mode = sys.argv[1:]
-with preemption.Watch() as watch:
-  jax.distributed.initialize(
-    address, int(num_processes), int(process), initialization_timeout=60
-  )
-  preemption.begin_run(takes_steps=mode != 'evaluate')
-  say('starting')
-  if mode != 'train':
-    wait()
-  with watch.training():
-    step = 500
-    while not watch.reached(step := step + 1):
-      if step == 510:
-        say('stepping')
-      time.sleep(0.005 * (1 + int(process)))
-    say(step)
-    watch.leave()
+@pytest.mark.process
+def test_evaluation_alone_hears_what_jax_would_swallow():
+  program = """
+import os, signal, sys, time, jax
+from jaxline.supervision import preemption
+with preemption.Watch():
+  jax.distributed.initialize(sys.argv[1], 1, 0)
+  preemption.begin_run(takes_steps=False)
+  os.kill(os.getpid(), signal.SIGTERM)
+  time.sleep(20)
 """
-
-
-def start_hosts(start, num_processes, mode):
-  address = processes.free_address()
-  return [
-    start(HOST, address, str(num_processes), str(i), mode)
-    for i in range(num_processes)
-  ]
-
-
-@process
-def test_an_interrupt_during_start_up_of_one_host_is_for_all(start):
-  hosts = start_hosts(start, 2, 'wait')
-  for host in hosts:
-    host.said('starting')
-  hosts[0].kill(signal.SIGINT)
-  hosts[0].complained(AGAIN)
-  for host in hosts:
-    host.complained('Preemption sync counter is set: 1')
-  for host in hosts:
-    host.tell()
-  (code_a, out_a, err_a), (code_b, out_b, _) = [h.end() for h in hosts]
-  assert (code_a, code_b) == (130, 75), err_a
-  assert out_a == out_b == '501\n'
-
-
-@process
-def test_evaluation_alone_hears_what_jax_would_swallow(start):
-  (host,) = start_hosts(start, 1, 'evaluate')
-  host.said('starting')
-  host.kill(signal.SIGTERM)
-  code, out, err = host.end()
-  assert (code, out) == (75, ''), err
+  done = processes.run('-c', program, processes.free_address())
+  assert done.returncode == 75, done.stderr
 
 
 # --- a terminal --------------------------------------------------------------
@@ -359,7 +243,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-@process
+@pytest.mark.process
 def test_a_run_whose_terminal_closes_is_saved(tmp_path):
   done = processes.run(
     *('-c', TERMINAL, 'tests/programs/toy.py', 'sharded', 'direct'),
