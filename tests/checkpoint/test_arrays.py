@@ -20,7 +20,6 @@ from jaxline.checkpoint import arrays
 from jaxline.checkpoint import inspection
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints
-from tests import processes
 
 
 def write(store, live):
@@ -100,9 +99,6 @@ def test_other_programs_open_a_run(style, open_run):
   assert num_nested >= (len(saved.described) if style == 'sharded' else 2)
 
 
-# Parts.
-
-
 def test_parts(tmp_path, monkeypatch):
   monkeypatch.setattr(arrays, '_PART_BYTES', 64)
   store, sizes = store_lib.at(tmp_path), (0, 1, 2, 6, 12, 37)
@@ -125,8 +121,9 @@ def test_parts(tmp_path, monkeypatch):
       assert max(sizes) <= max(64, x[:1].nbytes)
 
 
-def check_shardings(directory) -> None:
+def test_shardings(tmp_path, monkeypatch):
   """Saves with each sharding, and restores onto each other one."""
+  monkeypatch.setattr(arrays, '_PART_BYTES', 40)
   n = jax.device_count()
   mesh = jax.make_mesh((2, n // 2), ('a', 'b'))
   specs = [
@@ -139,7 +136,7 @@ def check_shardings(directory) -> None:
   for i, sharding in enumerate(shardings):
     live = jax.device_put(x, sharding)
     for spans_hosts in (False, True):
-      store = store_lib.at(directory).below(f'{i}-{spans_hosts}')
+      store = store_lib.at(tmp_path).below(f'{i}-{spans_hosts}')
       with pytest.MonkeyPatch.context() as patch:
         # Of an array on several hosts each writes its shards.
         is_local = property(lambda y, x=live, s=spans_hosts: not (s and y is x))
@@ -153,25 +150,6 @@ def check_shardings(directory) -> None:
         got = read(store, described, {'x': shape})['x']
         assert getattr(got, 'sharding', None) == target
         assert np.asarray(got).tobytes() == x.tobytes()
-
-
-def test_shardings(tmp_path, monkeypatch):
-  monkeypatch.setattr(arrays, '_PART_BYTES', 40)
-  check_shardings(tmp_path / 'parts')
-
-
-@pytest.mark.process
-def test_shardings_of_eight_devices(tmp_path):
-  program = (
-    'import sys; from tests.checkpoint import test_arrays as here;'
-    'assert here.jax.device_count() == 8; here.check_shardings(sys.argv[1])'
-  )
-  flags = '--xla_force_host_platform_device_count=8'
-  done = processes.run('-c', program, tmp_path / 'x', XLA_FLAGS=flags)
-  assert done.returncode == 0, done.stderr
-
-
-# Damage.
 
 
 def test_every_part_is_guarded(tmp_path, monkeypatch):

@@ -114,26 +114,6 @@ def test_the_step_key(saved, live, says, open_run, tmp_path):
   lib.assert_same(got, saved)
 
 
-def test_names_that_file_systems_do_not_like(open_run, tmp_path):
-  names = [
-    '../x', '/tmp/x', '', '.', '..', 'a/b', 'W', 'w', 'x' * 500, 'ü/測試',
-    'con', 'a\nb', 'a\\b', 'a%2Fb', 'a b', '.zarray', '~', 'run', 'state',
-  ]  # fmt: skip
-  values = {
-    name: {'w': jnp.full([2], i), name: jnp.full([3], -i)}
-    for i, name in enumerate(names)
-  }
-  lib.save(open_run(), saved := lib.PerDevice({}, values))
-  arrays = json.loads(lib.manifest_of(tmp_path / 'run').read_text())['arrays']
-  data = lib.data_of(tmp_path / 'run')
-  folders = {path.name for path in data.iterdir() if path.is_dir()}
-  assert folders == {about['file'] for about in arrays.values()}
-  assert len({name.lower() for name in folders}) == len(arrays)
-  live = lib.PerDevice({}, dict.fromkeys(values))
-  lib.restore(open_run('eval'), live)
-  lib.assert_same(live.held(), saved.held())
-
-
 def test_two_arrays_of_one_name_are_refused(open_run):
   twice = lib.PerDevice(
     {}, {'a': {'b/c': np.ones(1)}, 'a/b': {'c': np.zeros(1)}}
@@ -179,9 +159,6 @@ def test_pickles_need_permission(open_run):
   assert live.held() == {'thing': None, 'n': 2}
   lib.restore(open_run('eval', **allowed), live)
   assert live.held() == {'thing': Opaque(3), 'n': 1}
-
-
-# Nothing aliases.
 
 
 MADE = {
@@ -241,9 +218,6 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   gate.set()
   second.join()
   assert checkpointer.steps('latest') == [1, 2]
-
-
-# Damage.
 
 
 def _truncate(path) -> None:
@@ -319,9 +293,6 @@ def test_an_error_of_the_disk_is_raised_as_it_is(
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left
   assert lib.restore(checkpointer, live).global_step == 5
-
-
-# What does not fit.
 
 
 def test_sharded_state_that_does_not_fit(copied, open_run, tmp_path):

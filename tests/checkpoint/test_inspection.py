@@ -74,9 +74,6 @@ def call(capsys):
   return call
 
 
-# ls
-
-
 def test_ls_lists_series_steps_and_metrics(call, run):
   status, out, err = call('ls', run)
   assert (status, err) == (0, '')
@@ -92,9 +89,6 @@ def test_ls_lists_series_steps_and_metrics(call, run):
   assert (row['time'], row['problem']) == (manifest['time'], None)
   parts = lib.data_of(run, 2, 'best').glob('*/c*')
   assert row['bytes'] == sum(p.stat().st_size for p in parts)
-
-
-# show
 
 
 def test_show_tells_arrays_and_values(call, saved):
@@ -131,9 +125,6 @@ def test_places(saved, tmp_path, monkeypatch):
       assert found.name == f'{run}/checkpoints/latest/7'
 
 
-# verify
-
-
 def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
   path = lib.part_of(run, 'state/params/w', 4)
   lib.flip(path)
@@ -149,9 +140,6 @@ def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
   assert f'{other.parent.name}/{other.name} is missing' in lines[1]
   assert lib.tree_of(run) == before
   assert call('verify', f'{run}:2')[0] == 0
-
-
-# export
 
 
 def test_export_verifies_what_it_reads(call, run, tmp_path):
@@ -171,9 +159,6 @@ def test_export_verifies_what_it_reads(call, run, tmp_path):
   assert set(inspection.find(run).arrays('state/n')) == {'state/n'}
   with pytest.raises(ValueError, match="matches 'w'"):
     inspection.find(run).arrays('w')
-
-
-# Errors.
 
 
 @pytest.mark.parametrize(
@@ -206,17 +191,6 @@ def test_a_damaged_manifest_is_an_error(call, run):
     assert got == status
     assert 'latest/4.json does not match' in out + err
     assert err.count('\n') == (status == 2)
-
-
-@pytest.mark.parametrize('url', ['gs'], indirect=True)
-def test_a_run_in_a_bucket(url, call, tmp_path):
-  save(url, 2)
-  assert call('ls', url)[1].count('latest') == 1
-  want = 'latest/2  ok\n1 checkpoints, 0 damaged\n'
-  assert call('verify', url)[:2] == (0, want)
-  found = inspection.find(f'{url}/checkpoints/latest:2')
-  np.testing.assert_array_equal(found.arrays()['state/params/w'], W)
-  assert call('show', url.replace('/x', '/absent'))[0] == 2
 
 
 @pytest.mark.process

@@ -54,14 +54,12 @@ def test_every_byte_of_a_manifest_is_guarded(manifests):
   write(manifests, 'latest', 5)
   whole = manifests.store.read('latest/5.json')
   want = manifests.read('latest', 5)
+  edits = [b'', whole[:-2], b'[]', b'{"crc": 1}', b'[' * 100_000]
   for bit in range(0, 8 * len(whole), 9):
-    flipped = bytearray(whole)
-    flipped[bit // 8] ^= 1 << bit % 8
-    manifests.store.write('latest/5.json', flipped)
-    with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
-      manifests.read('latest', 5)
-  for damaged in b'', whole[:-2], b'[]', b'{"crc": 1}', b'[' * 100_000:
-    manifests.store.write('latest/5.json', damaged)
+    edits.append(bytearray(whole))
+    edits[-1][bit // 8] ^= 1 << bit % 8
+  for edited in edits:
+    manifests.store.write('latest/5.json', edited)
     with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
       manifests.read('latest', 5)
   manifests.store.write('latest/5.json', whole)
@@ -86,9 +84,6 @@ def test_a_step_is_created_once(url):
   assert one.read('best', 5)['data'] == '5-cd'
 
 
-# Which stay.
-
-
 @pytest.mark.parametrize(('keep', 'saved', 'stay'), [
   ((2,), [], []),
   ((2,), [(30, 0.0), (10, 5.0), (20, 1.0)], [20, 30]),
@@ -106,9 +101,6 @@ def test_a_step_is_created_once(url):
 def test_which_stay(keep, saved, stay):
   gone = manifests_lib.steps_to_delete(saved, *keep)
   assert sorted({step for step, _ in saved} - set(gone)) == stay
-
-
-# Collecting.
 
 
 def data(manifests):
@@ -172,9 +164,6 @@ def test_where_nothing_is_listed_nothing_is_collected(manifests):
   manifests.store.delete('latest/1.json')
   manifests.collect_garbage(data(manifests))
   assert data(manifests) == ['1-ab']
-
-
-# Marks.
 
 
 def test_marked_data_stays_while_the_mark_changes(manifests, clock):

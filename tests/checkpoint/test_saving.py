@@ -67,9 +67,6 @@ def test_what_goes_while_it_is_read(
     assert data(tmp_path / 'run') == [lib.data_of(tmp_path / 'run', 2).name]
 
 
-# Following.
-
-
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
 def test_each_checkpoint_is_evaluated_once(url, open_run):
   training, evaluation = (open_run(x, url) for x in ('train', 'eval'))
@@ -111,9 +108,6 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   assert follow() == []
   lib.save(again, lib.weights(7), 7)
   assert follow() == [(7, 7)]
-
-
-# The best.
 
 
 def test_the_best_names_the_same_data(copied, open_run):
@@ -192,9 +186,6 @@ def test_the_best_of_two_evaluations(open_run):
       lib.save_best(second, lib.weights(), 1, 0.7)
   first.close()
   lib.save_best(second, lib.weights(), 1, 0.7)
-
-
-# Saves that fail.
 
 
 @pytest.mark.parametrize('place', ['logs', 'arrays', 'manifest', 'retire'])

@@ -1,5 +1,6 @@
 """Compiling a run for chips that are not here."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -18,7 +19,6 @@ from jaxline import sharded
 from jaxline.compile import ahead
 from jaxline.parallel import partitioning
 from jaxline.supervision import compilation_cache
-from tests import toys
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -121,14 +121,16 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
       (train,) = made.programs
       assert train.buffers  # XLA tells them as it compiles.
   assert any('no eval step' in note for note in made.notes)
-
-
-def test_an_experiment_without_a_sharded_step_is_refused():
-  config = make_config(sharding=base_config.get_base_config().sharding)
-  with pytest.raises(errors.UsageError, match='Plain'):
-    ahead.make_report(toys.Plain, config)
-  with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
-    ahead.make_report(toys.Plain, make_config())
+  assert 'DOES NOT FIT' not in str(made)
+  train = dataclasses.replace(train, fits=False)
+  made = dataclasses.replace(made, programs=(train,))
+  assert not made.fits
+  for text in (
+    'DOES NOT FIT',
+    'gradient_accumulation_steps',
+    made.notes[0][:20],
+  ):
+    assert text in str(made)
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):

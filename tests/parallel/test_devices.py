@@ -20,9 +20,6 @@ def _shards(x):
   return {s.device: np.asarray(s.data) for s in x.addressable_shards}
 
 
-# --- get_first ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize('order', [1, -1])
 @pytest.mark.parametrize(
   ('rows', 'spec'),
@@ -45,9 +42,6 @@ def test_get_first_of_other_leaves():
   with chex.fake_pmap():
     y = jax.pmap(lambda x: x + 1)(x)
   np.testing.assert_array_equal(devices.get_first(y), [2.0, 3.0])
-
-
-# --- bcast_local_devices -----------------------------------------------------
 
 
 # A CPU device would take this memory as it is.
@@ -77,9 +71,6 @@ def test_bcast_puts_a_copy_on_each_device(value, dtype):
   if value is ALIGNED:
     value[:] = 7
     assert float(got.max()) == 2.5
-
-
-# --- double_buffer -----------------------------------------------------------
 
 
 def _batch(i):

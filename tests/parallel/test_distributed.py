@@ -65,9 +65,6 @@ def connected(monkeypatch):
   return told
 
 
-# --- The value ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
   ('value', 'word'),
   [
@@ -82,9 +79,6 @@ def connected(monkeypatch):
 def test_invalid(value, word):
   with pytest.raises(errors.UsageError, match=re.escape(word)):
     distributed.initialize(value)
-
-
-# --- What the environment says -----------------------------------------------
 
 
 def test_nothing_is_found_and_nobody_is_asked(monkeypatch, env, connected):
@@ -151,9 +145,6 @@ def test_an_indexed_job_needs_the_package(monkeypatch, env):
     distributed.initialize('auto')
 
 
-# --- The wait for the others -------------------------------------------------
-
-
 def test_a_signal_ends_the_wait_for_the_others(monkeypatch):
   """JAX's call hears no signal: it waits outside the main thread."""
   ended = threading.Event()
@@ -175,9 +166,6 @@ def test_how_long_to_wait_for_a_process_is_set(env, connected):
   module_of(1, 4, None).initialize(HERE)
   assert connected['initialization_timeout'] == 20
   assert connected['heartbeat_timeout_seconds'] == 3
-
-
-# --- Agreements --------------------------------------------------------------
 
 
 class Store:

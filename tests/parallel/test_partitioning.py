@@ -72,9 +72,6 @@ def test_axes_that_do_not_fit_name_their_weight(axes, word):
   assert 'layer/w' in error.value.__notes__[0]
 
 
-# Activations.
-
-
 def test_constrain_does_nothing_without_a_mesh():
   x = jnp.ones([4, 3])
   assert partitioning.constrain(x, ('batch', 'embed')) is x
@@ -165,14 +162,3 @@ def test_optimizer_state_follows_its_weight():
     "[1].trace['layer']['w']": P(DATA, None),
     "[1].trace['w']": P(None, DATA),
   }
-
-
-def test_axes_that_no_rule_uses():
-  for sharding, axis, idle in (
-    ('ddp', 'replica', []),
-    ('ddp', 'mdl', ['mdl']),
-    ('fsdp', 'stage', ['stage']),
-    ('tp', 'mdl', []),
-    ('pipeline', 'stage', []),
-  ):
-    assert partitioner(sharding, {axis: 2}).idle_axes() == idle

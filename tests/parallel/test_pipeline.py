@@ -97,28 +97,18 @@ def test_a_stage_without_work_leaves_no_trace():
 
 
 @pytest.mark.parametrize(
-  ('kwargs', 'words'),
+  ('counts', 'words'),
   [
-    (
-      {'num_stages': 8, 'num_microbatches': 8, 'num_repeats': 2},
-      '8 layers do not divide over 8 stages x 2 repeats; .* of 16 layers',
-    ),
-    (
-      {'num_stages': 4, 'num_microbatches': 3, 'num_repeats': 2},
-      '3 microbatches for 4 stages and 2 repeats.* at least 4 microbatches',
-    ),
+    ((8, 8, 2), '8 layers do not divide over 8 stages x 2 repe.* of 16 layers'),
+    ((4, 3, 2), '3 microbatches for 4 stages .* at least 4 microbatches'),
+    ((1, 2, 1), '1 stages do not divide over the 2'),
   ],
 )
-def test_errors_offer_what_would_fit(kwargs, words):
-  with pytest.raises(ValueError, match=words):
-    _pipelined(*_weights_and_rows(8), **kwargs)
-
-
-def test_stages_must_divide_over_the_mesh():
+def test_errors_offer_what_would_fit(counts, words):
+  names = 'num_stages', 'num_microbatches', 'num_repeats'
   partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
-  with partitioner.activate():
-    with pytest.raises(ValueError, match='1 stages do not divide over the 2'):
-      _pipelined(*_weights_and_rows(2), num_stages=1, num_microbatches=2)
+  with partitioner.activate(), pytest.raises(ValueError, match=words):
+    _pipelined(*_weights_and_rows(8), **dict(zip(names, counts, strict=True)))
 
 
 def test_rows_go_to_the_next_stage_and_nothing_else():

@@ -96,26 +96,6 @@ def test_step_keys_follow_their_caller(block):
     step, key = step + 1, jax.random.split(key)[1]
 
 
-def test_step_keys_feed_a_donating_pmap_without_resharding():
-  key, mode = jax.random.key(3), MODES[0]
-  step_keys = prng.DeviceStepKeys(mode, block=2)
-  state_key = devices.bcast_local_devices(key)
-  # A step may donate what it is given: each value has its own buffer.
-  step = jax.pmap(
-    lambda step, key: (step + 1, jax.random.bits(key)),
-    axis_name='batch',
-    donate_argnums=0,
-  )
-  for number, step_bits, _ in _expected_steps(key, mode, range(5)):
-    global_step, keys, state_key = step_keys(number, state_key)
-    assert len(keys.addressable_shards) == 2
-    keys_bits = _bits(keys)
-    got, _ = step(global_step, keys)
-    assert global_step.is_deleted()
-    np.testing.assert_array_equal(got, [number + 1] * 2)
-    np.testing.assert_array_equal(keys_bits, step_bits)
-
-
 def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():
   rng = jax.random.PRNGKey(42)
   names = ('', 'evaluation', 'decoding', 'a', 'b')

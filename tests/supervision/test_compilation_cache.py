@@ -1,7 +1,5 @@
 """Compiled programs that are kept for the next start."""
 
-import zlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,9 +66,6 @@ def programs(directory):
 def program(directory):
   (path,) = directory.glob('jit_double-*-cache')
   return path
-
-
-# Where.
 
 
 @pytest.mark.parametrize('where', ['XDG_CACHE_HOME', 'HOME', 'config'])
@@ -184,21 +179,6 @@ def test_a_damaged_entry_is_compiled_again_once(
   assert not caplog.text
 
 
-def test_an_entry_in_another_compression_is_not_damaged(home, caplog):
-  # Another environment has zstandard, or lacks it.
-  compiled(make_config())
-  own = program(home / 'jaxline' / 'programs')
-  other = own.with_name(own.name.replace('jit_', 'jit_other_'))
-  is_zlib = own.read_bytes().startswith(b'x')
-  other.write_bytes(b'\x28\xb5\x2f\xfd' if is_zlib else zlib.compress(b''))
-  compiled(make_config())
-  assert other.exists()
-  assert not caplog.text
-
-
-# The size.
-
-
 def test_the_entries_used_least_recently_are_removed(home, monkeypatch):
   """Those of a cache, too, that JAX has filled without a limit."""
   folder = home / 'jaxline' / 'programs'
@@ -216,9 +196,6 @@ def test_the_entries_used_least_recently_are_removed(home, monkeypatch):
   left = programs(folder)
   assert 0 < sum(path.stat().st_size for path in left) <= size + 100
   assert notes.exists()
-
-
-# Runs.
 
 
 def test_a_run_that_starts_again_compiles_nothing_again(tmp_path, counts):

@@ -33,9 +33,6 @@ def drive(guard, rows):
   guard.wait()
 
 
-# Judged by the scalars.
-
-
 ONE = {'loss': jnp.float32(1), 'grad': jnp.float32(2)}
 
 
@@ -102,9 +99,6 @@ def test_donated_arrays_do_no_harm():
   donate(gone)
   with pytest.raises(nonfinite.NonfiniteError, match=': grad = nan\\. '):
     drive(guard, [{'loss': gone, 'grad': NAN}])
-
-
-# The sharded step.
 
 
 class Faulty(regression.Regression):
@@ -258,9 +252,6 @@ def test_steps_without_weight_are_counted_and_warned_of_once(caplog):
   assert 'step 1 has a weight' in said
 
 
-# Warnings.
-
-
 def test_each_name_is_warned_of_once_with_its_step(caplog):
   good = {'loss': 1.0, 'new_loss': 2.0, 'acc': NAN}
   rows = [
@@ -276,13 +267,6 @@ def test_each_name_is_warned_of_once_with_its_step(caplog):
   for text in ('of step 4 ', 'loss = nan in 1 of 2 entries', 'grad/w = -inf'):
     assert text in second
   assert 'new_loss' not in second
-
-
-def test_a_flag_that_no_scalar_shows_is_warned_of_once(caplog):
-  guard = a_guard('warn', FLAGS_NONFINITE=True)
-  drive(guard, [{'nonfinite': jnp.int32(1), 'acc': 1.0}] * 3)
-  (text,) = caplog.messages
-  assert 'step 1 are not finite' in text
 
 
 def test_reserved_names_are_refused():

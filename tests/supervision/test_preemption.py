@@ -14,8 +14,6 @@ from tests import remains
 
 AGAIN = 'press Ctrl-C again to leave at once'
 
-# --- in training -------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def raises_preempted(code, why=None):
@@ -85,9 +83,6 @@ with preemption.Watch() as watch:
     done.stderr
   )
   assert done.stderr.count(AGAIN) == (signum == signal.SIGINT)
-
-
-# --- elsewhere ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,9 +219,6 @@ with preemption.Watch():
 """
   done = processes.run('-c', program, processes.free_address())
   assert done.returncode == 75, done.stderr
-
-
-# --- a terminal --------------------------------------------------------------
 
 
 # Runs a command in a terminal of its own, which it closes while that trains.

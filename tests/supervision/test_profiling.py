@@ -93,28 +93,6 @@ def test_the_trace_of_a_run_that_fails_is_written(tmp_path):
   assert traces(tmp_path / 'train') == {'2-100': {1, 2, 3}}
 
 
-def test_the_last_step_has_run_when_the_trace_stops(tmp_path, monkeypatch):
-  given_away = jnp.zeros([4])
-  given_away.delete()
-  x = jnp.full([512, 512], 1e-3)
-  slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, y: x @ y, x))
-  slow(x).block_until_ready()
-  stop, was_ready = jax.profiler.stop_trace, []
-  monkeypatch.setattr(
-    jax.profiler,
-    'stop_trace',
-    lambda: (was_ready.append(last.is_ready()), stop()),
-  )
-  config = make_config(tmp_path, profile_steps='2')
-  action = profiling.Profiler(config, logs.folders(tmp_path))
-  action.update_time(0.0, 0)
-  action(0.0, 1, {})
-  last = slow(x)
-  assert not last.is_ready()
-  action(0.0, 2, {'loss': given_away, 'other': 1.0, 'more': last})
-  assert was_ready == [True]
-
-
 # The profile that XLA compiles with.
 
 
