@@ -49,17 +49,9 @@ class Run:
   """The processes of one run."""
 
   def __init__(
-    self,
-    directory,
-    style='sharded',
-    *args,
-    processes=2,
-    devices=1,
-    fault='',
-    step_secs=0.0,
-    directories=None,
-    steps=STEPS,
-  ):
+    self, directory, style='sharded', *args, processes=2, devices=1, fault='',
+    step_secs=0.0, directories=None, steps=STEPS,
+  ):  # fmt: skip
     address = processes_lib.free_address()
     env = os.environ | {
       'PYTHONPATH': str(ROOT),
@@ -104,8 +96,8 @@ class Run:
     try:
       while len(ended) < len(self.processes) and time.monotonic() < deadline:
         for i, process in enumerate(self.processes):
-          if i not in ended and process.poll() is not None:
-            ended[i] = time.monotonic()
+          if process.poll() is not None:
+            ended.setdefault(i, time.monotonic())
         time.sleep(0.02)
     finally:
       self.kill()

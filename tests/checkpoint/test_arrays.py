@@ -1,9 +1,7 @@
 """Tests of jaxline.checkpoint.arrays: types, parts, shardings, damage."""
 
 import functools
-import itertools
 import json
-import math
 import operator
 from typing import Any
 
@@ -97,28 +95,6 @@ def test_other_programs_open_a_run(style, open_run):
       checkpoints.assert_same(np.asarray(found), x)
   assert len(jax.tree.leaves(trees[0])) == len(saved.described)
   assert num_nested >= (len(saved.described) if style == 'sharded' else 2)
-
-
-def test_parts(tmp_path, monkeypatch):
-  monkeypatch.setattr(arrays, '_PART_BYTES', 64)
-  store, sizes = store_lib.at(tmp_path), (0, 1, 2, 6, 12, 37)
-  values = {
-    str(shape): np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    for rank in range(4)
-    for shape in itertools.product(sizes, repeat=rank)
-    if math.prod(shape) < 500
-  }
-  described = write(store, values)
-  checkpoints.assert_same(read(store, described), values)
-  for name, about in described.items():
-    x, folder = values[name], tmp_path / about['file']
-    files = [p for p in folder.iterdir() if p.name[0] == 'c']
-    assert {p.name for p in files} == set(about['parts'])
-    sizes = [p.stat().st_size for p in files]
-    assert sum(sizes) == x.nbytes
-    # A row is not split, and parts are equal: 37 rows have no divisor.
-    if x.size and x.ndim and x.shape[0] != 37:
-      assert max(sizes) <= max(64, x[:1].nbytes)
 
 
 def test_shardings(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,6 @@ import pytest
 from jaxline.checkpoint import contents
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
-
-
-class Stats(NamedTuple):
-  mean: Any
-  count: Any
-
-
-@dataclasses.dataclass
-class Schedule:
-  rate: float
-  table: Any
 
 
 def _values() -> dict[str, Any]:
@@ -51,8 +40,6 @@ def _values() -> dict[str, Any]:
     'optax': optax.chain(
       optax.clip(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 5))
     ).init(params),
-    'tuple': Stats(np.float32([1]), (jnp.int32(2), {'x': ()})),
-    'dataclass': Schedule(0.1, {'t': np.arange(3)}),
     'odd keys': {
       1: 'int', '1': 'str', (1, 'a'): np.zeros(1), None: 2, False: 3, '': 4,
       'a/b': np.ones(1), 'a': {'b': np.zeros(2)}, '../x': np.ones(2),

@@ -153,8 +153,6 @@ def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
   assert len(names) == 2
   lib.restore(open_run('eval_2'), live, series='best', **BEST)
   assert live.held()['n'] == 4
-  lib.restore(open_run('eval_3'), live)
-  assert live.held()['n'] == 3
 
 
 def test_the_last_best_counts_of_whichever_step_it_is(

@@ -257,7 +257,6 @@ def one_collective(call):
     # Parts of axes: the outer half, and an inner one.
     ("mesh['a'=8] {'a':(1)2,'a':(4)2}", 'ac', 4),
     # Other orders of the devices.
-    ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", 'a', 2),
     ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", 'b', 2),
   ],
 )

@@ -32,18 +32,6 @@ def test_get_first_of_any_sharding(order, rows, spec):
   np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
 
 
-def test_get_first_of_other_leaves():
-  x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-  tree = {'a': np.asarray(x), 'b': x, 'none': None, 'empty': {}}
-  for f in (devices.get_first, jax.jit(devices.get_first)):
-    got = f(tree)
-    assert (got.pop('none'), got.pop('empty')) == (None, {})
-    np.testing.assert_array_equal([got['a'], got['b']], [[1.0, 2.0]] * 2)
-  with chex.fake_pmap():
-    y = jax.pmap(lambda x: x + 1)(x)
-  np.testing.assert_array_equal(devices.get_first(y), [2.0, 3.0])
-
-
 # A CPU device would take this memory as it is.
 ALIGNED = min(
   [np.full(64, 2.5, np.float32) for _ in range(99)],
@@ -120,15 +108,6 @@ def test_double_buffer_ended_early_ends_its_source():
   assert not ended
   del batches
   assert ended  # Although the caller has it still.
-
-
-def test_double_buffer_on_gpu_does_so_on_gpu_only():
-  ds = [_batch(0)]
-  for backend in ('gpu', 'cpu', 'tpu'):
-    with mock.patch.object(jax, 'default_backend', return_value=backend):
-      got = devices.double_buffer_on_gpu(ds)
-    assert (got is ds) == (backend != 'gpu')
-    assert len(list(got)) == 1
 
 
 def test_rendezvous_counts_the_devices():

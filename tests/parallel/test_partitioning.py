@@ -72,28 +72,6 @@ def test_axes_that_do_not_fit_name_their_weight(axes, word):
   assert 'layer/w' in error.value.__notes__[0]
 
 
-def test_constrain_does_nothing_without_a_mesh():
-  x = jnp.ones([4, 3])
-  assert partitioning.constrain(x, ('batch', 'embed')) is x
-  # Not even look at the names: a model is not to know how it is run.
-  assert partitioning.constrain(x, ('anything',)) is x
-
-
-def test_inner_functions_are_traced_anew_for_another_mesh():
-  @jax.jit
-  def inner(x):
-    return partitioning.constrain(x, ('batch', None))
-
-  def traced(p):
-    with p.activate():
-      return str(jax.make_jaxpr(inner)(jnp.ones([4, 3])))
-
-  inner(jnp.ones([4, 3]))
-  two, replicas = partitioner(), partitioner(mesh={'replica': 2})
-  first, other, again = map(traced, (two, replicas, two))
-  assert first == again != other
-
-
 # What stays whole, and the optimizer's state.
 
 WEIGHTS = {
@@ -131,12 +109,10 @@ def test_weights_left_whole_are_listed():
   lines = partitioner().undersharded_weights(WEIGHTS)
   assert [line.split()[0] for line in lines] == ['layer/b', 'layer/odd']
   assert lines[1].endswith('embed is 3, no multiple of 2')
-  # Also one that another axis splits, or where a weight names a mesh axis.
+  # Also one that another axis splits.
   tree = {'a': Logical(jnp.ones([4, 3]), ('embed', 'mlp'))}
   (line,) = counted({'data': 4, 'mdl': 2}, 'fsdp_tp').undersharded_weights(tree)
   assert line.endswith('; mlp is 3, no multiple of 2')
-  tree = {'a': Logical(jnp.ones([4]), ('data',)), 'b': jnp.ones([3])}
-  assert len(partitioner('ddp').undersharded_weights(tree)) == 1
   # None where nothing is split.
   for p in (partitioner('ddp'), partitioner(mesh={'replica': 2})):
     assert p.undersharded_weights(WEIGHTS) == []

@@ -70,14 +70,6 @@ def test_what_is_finite_or_no_loss_goes_on():
   ])  # fmt: skip
 
 
-def test_ignore_looks_at_nothing_and_the_flag_is_not_logged():
-  guard = a_guard('ignore', FLAGS_NONFINITE=True)
-  scalars = {'loss': NAN, 'nonfinite': 1}
-  drive(guard, [scalars] * 20)
-  assert list(guard.without_flag(scalars)) == ['loss']
-  assert a_guard().without_flag(scalars) is scalars
-
-
 def test_a_step_without_the_flag_that_it_needs_is_refused():
   for mode, flagged in ('skip', False), ('skip', True), ('raise', True):
     with pytest.raises(errors.UsageError, match='nonfinite'):
