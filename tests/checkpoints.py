@@ -318,9 +318,6 @@ def clock(monkeypatch) -> Clock:
   return clock
 
 
-# Files.
-
-
 def tree_of(path: pathlib.Path) -> dict[str, bytes]:
   """Returns the content of all files below a directory, but for locks."""
   return {
