@@ -320,6 +320,7 @@ _POINT = f'{HERE}:Point'
     ('namedtuple', [f'{HERE}:Frozen', {'a': 1}]),
     ('dataclass', [_POINT, {'x': 1, 'y': 2}]),
     ('node', [_POINT, [1, 2], None]),
+    ('dataclass', [f'{HERE}:Registered', {'w': 1, 'name': 's'}]),
     # Other fields, malformed bodies, arrays that are not there.
     ('namedtuple', [_POINT, {'x': 1, 'y': 2, 'z': 3}]),
     ('dataclass', [f'{HERE}:Frozen', {'a': 1, '__class__': 2}]),
@@ -329,7 +330,6 @@ _POINT = f'{HERE}:Point'
     ('bytes', 'xyz'),
     ('dict', [[[1], 2]]),
     ('key', ['v', 'unknown']),
-    ('jax', 'p/w'),
     ('__reduce__', ['os:system', 'exit 3']),
   ],
 )  # fmt: skip
