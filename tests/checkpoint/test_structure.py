@@ -330,6 +330,7 @@ _POINT = f'{HERE}:Point'
     ('bytes', 'xyz'),
     ('dict', [[[1], 2]]),
     ('key', ['v', 'unknown']),
+    ('jax', 'p/w'),
     ('__reduce__', ['os:system', 'exit 3']),
   ],
 )  # fmt: skip

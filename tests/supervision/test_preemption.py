@@ -46,10 +46,9 @@ def test_the_first_notice_decides(first, second, code, why, capfd):
 # With JAX's own handler of SIGTERM, which Python does not know, and without.
 @pytest.mark.process
 @pytest.mark.parametrize(
-  ('address', 'signum'),
-  [('', signal.SIGHUP), (processes.free_address(), signal.SIGINT)],
+  ('several', 'signum'), [(False, signal.SIGHUP), (True, signal.SIGINT)]
 )
-def test_a_forked_worker_has_its_own_signals(address, signum):
+def test_a_forked_worker_has_its_own_signals(several, signum):
   program = """
 import os, signal, sys, time
 from jaxline.supervision import preemption
@@ -78,6 +77,7 @@ with preemption.Watch() as watch:
       time.sleep(0.001)
     watch.leave()
 """
+  address = processes.free_address() if several else ''
   done = processes.run('-c', program, address, str(int(signum)))
   assert done.returncode == (75 if signum == signal.SIGHUP else 130), (
     done.stderr
