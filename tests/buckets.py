@@ -85,10 +85,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if query.get('ifGenerationMatch', generation) != generation:
       return 412, b'', {}
     if method == 'LIST':
-      low, high = (
-        query.get('startOffset', ''),
-        query.get('endOffset', '\U0010ffff'),
-      )
+      low = query.get('startOffset', '')
+      high = query.get('endOffset', '\U0010ffff')
       keys = (k.partition('/') for k in sorted(gcs.objects))
       names = [n for b, _, n in keys if b == bucket and low <= n < high]
       found = {'items': [{'name': name} for name in names]}

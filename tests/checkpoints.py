@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -39,47 +38,36 @@ def assert_same(got: Any, want: Any, name: str = '') -> None:
     assert got.dtype == want.dtype, name
     got, want = jax.random.key_data(got), jax.random.key_data(want)
   if isinstance(want, np.ndarray | np.generic | jax.Array):
+    bits = lambda x: (x.dtype, x.shape, np.asarray(x).tobytes())
     assert isinstance(got, jax.Array) == isinstance(want, jax.Array), name
     assert isinstance(got, np.generic) == isinstance(want, np.generic), name
-    assert got.dtype == want.dtype, (name, got.dtype, want.dtype)
-    assert got.shape == want.shape, name
-    assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), name
+    assert bits(got) == bits(want), (name, got, want)
     return
   assert type(got) is type(want), (name, got, want)
+  if isinstance(want, list | tuple):
+    got, want = dict(enumerate(got)), dict(enumerate(want))
+  elif dataclasses.is_dataclass(want):
+    got, want = vars(got), vars(want)
   if isinstance(want, dict):
     assert set(got) == set(want), name
     for key in want:
       assert_same(got[key], want[key], f'{name}/{key}')
-  elif isinstance(want, list | tuple):
-    assert len(got) == len(want), name
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-      assert_same(g, w, f'{name}/{i}')
-  elif dataclasses.is_dataclass(want):
-    assert_same(vars(got), vars(want), name)
-  elif isinstance(want, float) and math.isnan(want):
-    assert math.isnan(got), name
   else:
-    assert got == want, name
+    assert got == want or (got != got and want != want), name
 
 
 def numpy_values() -> dict[str, np.ndarray]:
   """Returns arrays of all types that can be stored."""
   values = {
     'float': np.float32([0.1, -0.0, np.inf, -np.inf]),
-    'nan payload': np.uint64([0x7FF8000000000001, 0xFFF0000000000002]).view(
-      np.float64
-    ),
-    '0-d': np.array(7, np.int16),
-    'bool': np.array([True, False]),
+    'nan payload': np.uint64([0x7FF8000000000001]).view(np.float64),
+    '0-d': np.array(7, np.int16), 'bool': np.array([True, False]),
     'complex': np.complex64([1 + 2j, complex(np.nan, -0.0)]),
-    'complex128': np.array([1 - 2j]),
-    'int8': np.int8([-128, 127]),
-    'uint64': np.uint64([2**64 - 1]),
-    'float16': np.float16([0.1]),
-    'empty': np.zeros([0, 3], np.float32),
+    'complex128': np.array([1 - 2j]), 'int8': np.int8([-128, 127]),
+    'uint64': np.uint64([2**64 - 1]), 'float16': np.float16([0.1]),
+    'empty': np.zeros([0, 3], np.float32), 'strided': np.arange(10)[::3],
     'fortran': np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    'strided': np.arange(10)[::3],
-  }
+  }  # fmt: skip
   for name in (
     'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e3m4',
     'float8_e8m0fnu', 'float8_e4m3b11fnuz', 'int4', 'uint4', 'int2',
@@ -87,12 +75,10 @@ def numpy_values() -> dict[str, np.ndarray]:
   ):  # fmt: skip
     dtype = np.dtype(getattr(ml_dtypes, name))
     # All values of a type of one byte.
-    every = np.arange(256 if dtype.itemsize == 1 else 2).astype(np.uint8)
-    values[name] = (
-      every.view(dtype) if 'float8' in name else every.astype(dtype)
-    )
-    values[f'{name} 0-d'] = np.array(1, dtype)
-    values[f'empty {name}'] = np.zeros([0], dtype)
+    every = np.arange(256 if 'float8' in name else 2, dtype=np.uint8)
+    every = every.view(dtype) if 'float8' in name else every.astype(dtype)
+    one, none = np.array(1, dtype), np.zeros([0], dtype)
+    values |= {name: every, f'{name} 0-d': one, f'empty {name}': none}
   return values
 
 
@@ -115,15 +101,11 @@ class PerDevice(experiment.FullExperiment):
     for i, value in enumerate(whole.values()):
       setattr(self, f'_b{i}', value)
 
+  step = evaluate = None
+
   def held(self) -> dict[str, Any]:
     names = self.CHECKPOINT_ATTRS | self.NON_BROADCAST_CHECKPOINT_ATTRS
     return {name: getattr(self, attr) for attr, name in names.items()}
-
-  def step(self, **unused):
-    raise NotImplementedError
-
-  def evaluate(self, **unused):
-    raise NotImplementedError
 
 
 class Batches:
@@ -157,10 +139,9 @@ class Sharded(sharded.ShardedExperiment):
     super().__init__(mode, jax.random.key(seed), sharding=sharding)
 
   def init_fn(self, rng):
+    w = jax.random.normal(rng, [self.size])
     params = {
-      'w': partitioning.Logical(
-        jax.random.normal(rng, [self.size]), ('embed',)
-      ),
+      'w': partitioning.Logical(w, ('embed',)),
       'layer': {'b': jnp.arange(6.0).reshape(2, 3)},
     }
     model_state = {
@@ -276,10 +257,8 @@ def fill(checkpointer, live, step=0, series='latest', key='same', **more):
 
 def at_flush(checkpointer, wait):
   """Lets checkpoints of `latest` call a function before they are written."""
-  flush = lambda: wait() and None
-  checkpointer.directory.logs = [
-    types.SimpleNamespace(flush_async=lambda: flush)
-  ]
+  log = types.SimpleNamespace(flush_async=lambda: lambda: wait() and None)
+  checkpointer.directory.logs = [log]
 
 
 def save(checkpointer, live, *steps, **more):
@@ -337,9 +316,6 @@ def clock(monkeypatch) -> Clock:
   monkeypatch.setattr(owner, 'time', clock)
   monkeypatch.setattr(owner, '_dead', set())
   return clock
-
-
-# Files.
 
 
 def tree_of(path: pathlib.Path) -> dict[str, bytes]:

@@ -28,15 +28,6 @@ def steps(run_dir: os.PathLike[str], series: str = 'latest') -> list[int]:
   return manifests(run_dir).steps(series)
 
 
-def data_of(
-  run_dir: os.PathLike[str], step: int, series: str = 'latest'
-) -> pathlib.Path:
-  """Returns the directory with the arrays of a checkpoint."""
-  return pathlib.Path(
-    manifests(run_dir).store.url, 'data', record(run_dir, step, series)['data']
-  )
-
-
 def record(
   run_dir: os.PathLike[str], step: int, series: str = 'latest'
 ) -> dict[str, Any]:
@@ -78,13 +69,11 @@ def evaluated(run_dir: os.PathLike[str], mode: str = 'eval') -> list[Any]:
 def curve(run_dir: os.PathLike[str], mode: str) -> list[dict[str, Any]]:
   """Returns the scalars of each line of metrics.jsonl, in its order."""
   path = pathlib.Path(run_dir, mode, 'metrics.jsonl')
+  records = map(json.loads, path.read_text().splitlines())
+  is_kept = lambda name: name != 'time' and not name.endswith(TIMES)
   return [
-    {
-      name: value
-      for name, value in record.items()
-      if name != 'time' and not name.endswith(TIMES)
-    }
-    for record in map(json.loads, path.read_text().splitlines())
+    {name: value for name, value in record.items() if is_kept(name)}
+    for record in records
     if record['kind'] == 'scalars'
   ]
 

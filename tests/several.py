@@ -29,19 +29,12 @@ ABORTED = -signal.SIGABRT  # What JAX does with a process whose peer is lost.
 
 @dataclasses.dataclass
 class Ended:
-  """How one process ended.
+  """How one process ended."""
 
-  Attributes:
-    code: its exit code.
-    said: the records that the program printed.
-    err: its stderr.
-    at: when it ended, in seconds, on the monotonic clock.
-  """
-
-  code: int
-  said: list[dict]
-  err: str
-  at: float
+  code: int  # Its exit code.
+  said: list[dict]  # The records that the program printed.
+  err: str  # Its stderr.
+  at: float  # When it ended, in seconds, on the monotonic clock.
 
   def the(self, what):
     """Returns the one record of a kind."""
@@ -56,17 +49,9 @@ class Run:
   """The processes of one run."""
 
   def __init__(
-    self,
-    directory,
-    style='sharded',
-    *args,
-    processes=2,
-    devices=1,
-    fault='',
-    step_secs=0.0,
-    directories=None,
-    steps=STEPS,
-  ):
+    self, directory, style='sharded', *args, processes=2, devices=1, fault='',
+    step_secs=0.0, directories=None, steps=STEPS,
+  ):  # fmt: skip
     address = processes_lib.free_address()
     env = os.environ | {
       'PYTHONPATH': str(ROOT),
@@ -80,25 +65,24 @@ class Run:
     }
     logs = directory.parent / f'logs_{directory.name}_{time.monotonic_ns()}'
     logs.mkdir()
-    self.processes = []
-    self.logs = []
-    self.events = []
+    self.processes, self.logs, self.events = [], [], []
     for i in range(processes):
       where = directories[i] if directories else directory
-      out, err = logs / f'{i}.out', logs / f'{i}.err'
+      out, err, happened = (logs / f'{i}.{x}' for x in ('out', 'err', 'events'))
       self.logs.append((out, err))
-      self.events.append(logs / f'{i}.events')
+      self.events.append(happened)
+      command = (
+        *(sys.executable, PROGRAM, address, str(processes), str(i), style),
+        f'--config={ROOT}/tests/programs/multi_config.py',
+        f'--config.checkpoint_dir={where}',
+        f'--config.training_steps={steps}',
+        *args,
+      )
       with out.open('wb') as out_file, err.open('wb') as err_file:
         self.processes.append(
           subprocess.Popen(
-            [
-              *(sys.executable, PROGRAM, address, str(processes), str(i)),
-              *(style, f'--config={ROOT}/tests/programs/multi_config.py'),
-              f'--config.checkpoint_dir={where}',
-              f'--config.training_steps={steps}',
-              *args,
-            ],
-            env=env | {'EVENTS': str(self.events[-1])},
+            command,
+            env=env | {'EVENTS': str(happened)},
             stdin=subprocess.DEVNULL,
             stdout=out_file,
             stderr=err_file,
@@ -112,24 +96,16 @@ class Run:
     try:
       while len(ended) < len(self.processes) and time.monotonic() < deadline:
         for i, process in enumerate(self.processes):
-          if i not in ended and process.poll() is not None:
-            ended[i] = time.monotonic()
+          if process.poll() is not None:
+            ended.setdefault(i, time.monotonic())
         time.sleep(0.02)
     finally:
       self.kill()
     results = []
-    for i, (process, (out, err)) in enumerate(
-      zip(self.processes, self.logs, strict=True)
-    ):
-      lines = out.read_text().splitlines()
-      results.append(
-        Ended(
-          process.returncode,
-          [json.loads(line) for line in lines if line.startswith('{')],
-          err.read_text(errors='replace'),
-          ended.get(i, 0.0),
-        )
-      )
+    for i, process in enumerate(self.processes):
+      out, err = (path.read_text(errors='replace') for path in self.logs[i])
+      said = [json.loads(x) for x in out.splitlines() if x.startswith('{')]
+      results.append(Ended(process.returncode, said, err, ended.get(i, 0.0)))
     hanging = sorted(set(range(len(results))) - set(ended))
     assert not hanging, f'Processes {hanging} hang.\n' + errors(results)
     return results
@@ -166,10 +142,9 @@ def run(*args, codes=0, **kwargs) -> list[Ended]:
     **kwargs: of `Run`.
   """
   results = Run(*args, **kwargs).wait()
-  if codes is not None:
-    if isinstance(codes, int):
-      codes = [codes] * len(results)
-    assert [r.code for r in results] == list(codes), errors(results)
+  codes = [codes] * len(results) if isinstance(codes, int) else codes
+  found = [r.code for r in results]
+  assert codes is None or found == list(codes), errors(results)
   return results
 
 
@@ -178,7 +153,6 @@ def peers_end(results, dead, secs):
   for i, result in enumerate(results):
     if i != dead:
       after = result.at - results[dead].at
-      print(f'process {i} ended {after:.2f} s after, code {result.code}')
       assert result.code not in (0, -signal.SIGKILL), errors(results)
       assert after < secs, errors(results)
 
@@ -189,7 +163,6 @@ def logged(directory, mode='train'):
   for row in remains.curve(directory, mode):
     if 'loss' in row:
       assert row['step'] not in rows, 'It was logged twice.'
-      rows[row['step']] = {
-        k: v for k, v in row.items() if k in ('loss', 'grad_norm', 'rows')
-      }
+      kept = ('loss', 'grad_norm', 'rows')
+      rows[row['step']] = {k: v for k, v in row.items() if k in kept}
   return rows

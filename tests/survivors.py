@@ -48,28 +48,23 @@ class Run:
     folder = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'survivors')
     folder.mkdir(exist_ok=True)
     self._events = folder / f'{time.monotonic_ns()}.jsonl'
+    keeps = '0' if keeps_programs else '1e9'
+    env = {
+      'PYTHONPATH': str(processes.ROOT),
+      'EVENTS': str(self._events),
+      'JAX_COMPILATION_CACHE_DIR': str(folder / 'programs'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': keeps,
+      'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+      'SURVIVOR': json.dumps(faults or {}),
+      'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
+    }
     self._process = subprocess.Popen(
       [
-        sys.executable,
-        str(PROGRAM),
-        f'--config={PROGRAM}',
+        *(sys.executable, PROGRAM, f'--config={PROGRAM}'),
         f'--config.checkpoint_dir={run_dir}',
-        f'--jaxline_mode={mode}',
-        '--config.console=off',
-        *args,
+        *(f'--jaxline_mode={mode}', '--config.console=off', *args),
       ],
-      env=os.environ
-      | {
-        'PYTHONPATH': str(processes.ROOT),
-        'EVENTS': str(self._events),
-        'JAX_COMPILATION_CACHE_DIR': str(folder / 'programs'),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': (
-          '0' if keeps_programs else '1e9'
-        ),
-        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-        'SURVIVOR': json.dumps(faults or {}),
-        'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
-      },
+      env=os.environ | env,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,
       stderr=subprocess.PIPE,

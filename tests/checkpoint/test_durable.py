@@ -4,10 +4,9 @@ import dataclasses
 import errno
 import json
 import math
-import os
 import shutil
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,6 @@ import pytest
 from jaxline.checkpoint import contents
 from jaxline.run_directory import store as store_lib
 from tests import checkpoints as lib
-
-
-class Stats(NamedTuple):
-  mean: Any
-  count: Any
-
-
-@dataclasses.dataclass
-class Schedule:
-  rate: float
-  table: Any
 
 
 def _values() -> dict[str, Any]:
@@ -52,8 +40,6 @@ def _values() -> dict[str, Any]:
     'optax': optax.chain(
       optax.clip(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 5))
     ).init(params),
-    'tuple': Stats(np.float32([1]), (jnp.int32(2), {'x': ()})),
-    'dataclass': Schedule(0.1, {'t': np.arange(3)}),
     'odd keys': {
       1: 'int', '1': 'str', (1, 'a'): np.zeros(1), None: 2, False: 3, '': 4,
       'a/b': np.ones(1), 'a': {'b': np.zeros(2)}, '../x': np.ones(2),
@@ -62,98 +48,57 @@ def _values() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize('all_hosts', [False, True])
-def test_whole_attributes_come_back_bit_for_bit(all_hosts, open_run):
+def test_attributes_come_back_bit_for_bit(all_hosts, open_run):
   more = {'train_checkpoint_all_hosts': all_hosts}
-  saved = lib.PerDevice({'w': jnp.ones(2)}, _values())
-  lib.save(open_run(**more), saved)
-  names = dict.fromkeys(_values())
-  live = lib.PerDevice({'w': jnp.zeros(2)}, names)
-  lib.restore(open_run('eval', **more), live)
-  for name, value in _values().items():
-    lib.assert_same(live.held()[name], value, name)
 
-
-def test_attributes_of_each_device(open_run):
-  def made(x):
+  def made(x, values):
     params = {
       dtype: jnp.full([2, 3], x, dtype)
       for dtype in ('float32', 'bfloat16', 'float8_e4m3fn', 'int4')
     }
     keys = {'typed': jax.random.key(x), 'raw': jax.random.PRNGKey(x)}
     opt = optax.adam(0.1).init({'w': jnp.full([2, 3], x)})
-    return lib.PerDevice({'all': params | keys | {'0-d': opt}}, {})
+    return lib.PerDevice({'all': params | keys | {'0-d': opt}}, values)
 
-  lib.save(open_run(), saved := made(1))
-  live = made(0)
-  lib.restore(open_run('eval'), live)
+  lib.save(open_run(**more), saved := made(1, _values()))
+  live = made(0, dict.fromkeys(_values()))
+  lib.restore(open_run('eval', **more), live)
   lib.assert_same(live.held(), saved.held())
-  for x in jax.tree.leaves(live.held()):
+  for x in jax.tree.leaves(live.held()['all']):
     assert len(x.sharding.device_set) == 2
 
 
-@pytest.mark.parametrize('key', [
-  lambda n: lib.rows(jax.random.PRNGKey(n)),
-  lambda n: lib.rows(jax.random.key(n)),
-  lambda n: jax.random.PRNGKey(n),
-  lambda n: jax.random.key(n, impl='rbg'),
-  lambda n: None,
+_raw = jax.random.PRNGKey
+
+
+@pytest.mark.parametrize(('saved', 'live', 'says'), [
+  (lambda: lib.rows(_raw(3)), lambda: lib.rows(_raw(0)), ''),
+  (lambda: lib.rows(jax.random.key(3)),
+   lambda: lib.rows(jax.random.key(0)), ''),
+  (lambda: jax.random.key(3, impl='rbg'),
+   lambda: jax.random.key(0, impl='rbg'), ''),
+  (lambda: None, lambda: None, ''),
+  # Of another number of devices.
+  (lambda: jnp.stack([_raw(3)] * 5), lambda: lib.rows(_raw(0)), ''),
+  # Of another kind.
+  (lambda: _raw(1), lambda: jax.random.key(1), 'uint32'),
+  (lambda: jax.random.key(1, impl='rbg'), lambda: jax.random.key(1), 'rbg'),
+  (lambda: lib.rows(_raw(1)), lambda: _raw(1), r'\[2, 2\]; expected'),
+  (lambda: None, lambda: jax.random.key(1), 'NoneType'),
 ])  # fmt: skip
-def test_the_step_key(key, open_run):
-  lib.save(open_run(), lib.weights(1), key=key(3))
-  state = lib.restore(open_run('eval'), lib.weights(), key=key(0))
-  lib.assert_same(state.train_step_rng, key(3))
-  if key(0) is not None:
-    assert state.train_step_rng.sharding == key(0).sharding
-
-
-@pytest.mark.parametrize('key', [jax.random.PRNGKey, jax.random.key])
-def test_step_keys_of_another_number_of_devices(key, open_run):
-  many = jnp.stack([key(3)] * 5)
-  lib.save(open_run(), lib.weights(1), key=many)
-  state = lib.restore(open_run('eval'), lib.weights(), key=lib.rows(key(0)))
-  lib.assert_same(state.train_step_rng, lib.rows(key(3)))
-
-
-def test_sharded_state_and_position(open_run):
-  saved = lib.Sharded()
-  lib.advance(saved, 3)
-  assert len(saved.state.params['w'].sharding.device_set) == 2
-  assert not saved.state.params['w'].is_fully_replicated
-  key = jax.random.key(9)
-  lib.save(open_run(), saved, 3, key=key)
-  live = lib.Sharded(seed=1)
-  lib.advance(live, 1)
-  state = lib.restore(open_run('eval'), live, key=jax.random.key(0))
-  assert state.global_step == 3
-  lib.assert_same(state.train_step_rng, key)
-  lib.assert_same(live.snapshot_state(), saved.snapshot_state())
-  jax.tree.map(
-    lambda a, b: None if a.sharding == b.sharding else pytest.fail('moved'),
-    live.state, saved.state,
-  )  # fmt: skip
-  lib.advance(saved, 2)
-  lib.advance(live, 2)
-  lib.assert_same(live.snapshot_state(), saved.snapshot_state())
-
-
-def test_names_that_file_systems_do_not_like(open_run, tmp_path):
-  names = [
-    '../x', '/tmp/x', '', '.', '..', 'a/b', 'W', 'w', 'x' * 500, 'ü/測試',
-    'con', 'a\nb', 'a\\b', 'a%2Fb', 'a b', '.zarray', '~', 'run', 'state',
-  ]  # fmt: skip
-  values = {
-    name: {'w': jnp.full([2], i), name: jnp.full([3], -i)}
-    for i, name in enumerate(names)
-  }
-  lib.save(open_run(), saved := lib.PerDevice({}, values))
-  arrays = json.loads(lib.manifest_of(tmp_path / 'run').read_text())['arrays']
-  data = lib.data_of(tmp_path / 'run')
-  folders = {path.name for path in data.iterdir() if path.is_dir()}
-  assert folders == {about['file'] for about in arrays.values()}
-  assert len({name.lower() for name in folders}) == len(arrays)
-  live = lib.PerDevice({}, dict.fromkeys(values))
-  lib.restore(open_run('eval'), live)
-  lib.assert_same(live.held(), saved.held())
+def test_the_step_key(saved, live, says, open_run, tmp_path):
+  saved, live = saved(), live()
+  checkpointer = open_run()
+  lib.save(checkpointer, lib.weights(1), key=saved)
+  if says:
+    match = f'train_step_rng: the checkpoint has .*{says}'
+    lib.assert_refused(checkpointer, lib.weights(), tmp_path, match, key=live)
+    return
+  got = lib.restore(checkpointer, lib.weights(), key=live).train_step_rng
+  if saved is not None:
+    saved = jnp.broadcast_to(saved[:1], live.shape) if live.ndim else saved
+    assert got.sharding == live.sharding
+  lib.assert_same(got, saved)
 
 
 def test_two_arrays_of_one_name_are_refused(open_run):
@@ -167,26 +112,23 @@ def test_two_arrays_of_one_name_are_refused(open_run):
 # What can only be pickled.
 
 
-class Opaque:
+@dataclasses.dataclass
+class Opaque(dict):
   """Neither arrays nor plain values, but can be pickled."""
 
-  def __init__(self, value):
-    self.value = value
-
-  def __eq__(self, other):
-    return self.value == other.value
-
-  __hash__ = None
+  value: int
 
 
 def test_what_can_only_be_pickled_is_refused_before_the_first_step(open_run):
   live = lib.PerDevice({'w': jnp.ones(2)}, {'thing': {'x': Opaque(1)}})
   checkpointer = open_run()
   lib.fill(checkpointer, live)
-  with pytest.raises(TypeError, match=r'thing/x'):
-    checkpointer.begin(0)
-  with pytest.raises(TypeError, match=r'thing/x'):  # If it is made later.
-    checkpointer.save('latest')
+  for call in (
+    lambda: checkpointer.begin(0),
+    lambda: lib.save(checkpointer, live),
+  ):
+    with pytest.raises(TypeError, match=r'thing/x'):
+      call()
   assert checkpointer.steps('latest') == []
   del live._b0  # As if the first step made it.
   checkpointer.begin(0)
@@ -204,9 +146,6 @@ def test_pickles_need_permission(open_run):
   assert live.held() == {'thing': None, 'n': 2}
   lib.restore(open_run('eval', **allowed), live)
   assert live.held() == {'thing': Opaque(3), 'n': 1}
-
-
-# Nothing aliases.
 
 
 MADE = {
@@ -268,37 +207,42 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   assert checkpointer.steps('latest') == [1, 2]
 
 
-# Damage. The model in test_model.py has it at any time.
+def _truncate(path) -> None:
+  path.write_bytes(path.read_bytes()[:-2])
 
 
-def test_the_one_before_is_used_and_nothing_is_removed(open_run, two, caplog):
-  shutil.rmtree(lib.data_of(two))
+HARMS = {
+  'flipped manifest': lambda run, step: lib.flip(lib.manifest_of(run, step)),
+  'cut manifest': lambda run, step: _truncate(lib.manifest_of(run, step)),
+  'flipped part': lambda run, step: lib.flip(lib.part_of(run, 'w', step)),
+  'cut part': lambda run, step: _truncate(lib.part_of(run, 'w', step)),
+  'no part': lambda run, step: lib.part_of(run, 'w', step).unlink(),
+  'no data': lambda run, step: shutil.rmtree(lib.data_of(run, step)),
+}
+
+
+@pytest.mark.parametrize('harm', HARMS)
+def test_the_one_before_is_used_and_nothing_is_removed(
+  harm, open_run, two, caplog
+):
+  HARMS[harm](two, 5)
+  checkpointer, live = open_run(max_checkpoints_to_keep=1), lib.weights()
+  assert lib.restore(checkpointer, live).global_step == 3
+  assert live.held()['n'] == 1
+  assert 'Trying an earlier one' in caplog.text
+  with pytest.raises(store_lib.DamagedError, match='/latest/5'):
+    lib.restore(checkpointer, live, 5)
+  assert live.held()['n'] == 1
+  HARMS[harm](two, 3)
   left = lib.tree_of(two)
-  for mode in ('eval', 'train'):
-    caplog.clear()
-    live = lib.weights()
-    checkpointer = open_run(mode, max_checkpoints_to_keep=1)
-    state = lib.restore(checkpointer, live)
-    assert (state.global_step, live.held()['n']) == (3, 1)
-    assert 'Trying an earlier one' in caplog.text
+  with pytest.raises(store_lib.DamagedError, match='that is intact') as e:
+    lib.restore(checkpointer, lib.weights())
+  assert '/latest/3' in str(e.value)
+  assert '/latest/5' in str(e.value)
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left
   checkpointer.begin(3)  # It goes when training begins there.
   assert checkpointer.steps('latest') == [3]
-
-
-def test_a_step_that_is_asked_for_is_not_replaced_by_another(
-  open_run, tmp_path
-):
-  checkpointer = open_run()
-  lib.save(checkpointer, lib.weights(1), 3, 5)
-  with pytest.raises(ValueError, match=r'no checkpoint of step 4.*\[3, 5\]'):
-    lib.restore(checkpointer, lib.weights(), 4)
-  assert lib.restore(checkpointer, lib.weights(), 3).global_step == 3
-  lib.flip(lib.manifest_of(tmp_path / 'run'))
-  with pytest.raises(store_lib.DamagedError, match=r'/5\.json does not'):
-    lib.restore(checkpointer, lib.weights(), 5)
-  assert checkpointer.steps('latest') == [3, 5]
 
 
 def test_evaluation_reads_no_optimizer(copied, open_run):
@@ -316,74 +260,46 @@ def test_evaluation_reads_no_optimizer(copied, open_run):
   for field in ('step', 'params', 'model_state'):
     lib.assert_same(getattr(live.state, field), getattr(want.state, field))
   # Training takes the one before.
-  assert (
-    lib.restore(open_run(), lib.Sharded(), key=jax.random.key(0)).global_step
-    == 3
-  )
+  state = lib.restore(open_run(), lib.Sharded(), key=jax.random.key(0))
+  assert state.global_step == 3
 
 
-@pytest.mark.parametrize(
-  ('what', 'mode'), [('manifest', 'train'), ('part', 'eval')]
-)
+@pytest.mark.parametrize('method', ['versioned', 'read_into'])
 def test_an_error_of_the_disk_is_raised_as_it_is(
-  what, mode, open_run, two, monkeypatch
+  method, open_run, two, monkeypatch
 ):
-  path = lib.manifest_of(two) if what == 'manifest' else lib.part_of(two, 'w')
-  left, really = lib.tree_of(two), open
+  def fails(*unused):
+    raise OSError(errno.EIO, 'Input/output error')
 
-  def fails(file, *args, **kwargs):
-    if os.path.exists(file) and os.path.samefile(file, path):
-      raise OSError(errno.EIO, 'Input/output error', str(file))
-    return really(file, *args, **kwargs)
-
-  checkpointer, live = open_run(mode), lib.weights()
+  checkpointer, live, left = open_run('eval'), lib.weights(), lib.tree_of(two)
   with monkeypatch.context() as patch:
-    patch.setattr('builtins.open', fails)
-    patch.setattr('io.open', fails)
-    with pytest.raises(OSError, match='Input/output') as e:
+    patch.setattr(store_lib.Disk, method, fails)
+    with pytest.raises(OSError, match='Input/output'):
       lib.restore(checkpointer, live)
-  assert e.value.errno == errno.EIO
   assert live.held()['n'] == 0
   now = lib.tree_of(two)
   assert {name: now[name] for name in left} == left
   assert lib.restore(checkpointer, live).global_step == 5
 
 
-# What does not fit.
-
-
-@pytest.mark.parametrize(('wrong', 'size', 'params'), [
-  ('new: the checkpoint has nothing', 4, {'new': jnp.ones([2])}),
-  ('layer/b: .* expects nothing', 4, {'layer': {}}),
-  (r'w: .*\[4\], .*\[6\]', 6, {}),
-  ('layer/b: .*bfloat16', 4,
-   {'layer': {'b': jnp.ones([2, 3], jnp.bfloat16)}}),
-])  # fmt: skip
-def test_sharded_state_that_does_not_fit(
-  wrong, size, params, copied, open_run, tmp_path
-):
-  live = lib.Sharded(seed=1, size=size, params=params)
+def test_sharded_state_that_does_not_fit(copied, open_run, tmp_path):
+  live = lib.Sharded(seed=1, params={
+    'w': jnp.ones([4], jnp.bfloat16), 'new': jnp.ones([2]),
+    'layer': {'b': jnp.ones([3, 2])},
+  })  # fmt: skip
   live.loss_fn = None  # What is refused is refused before any step.
   message = lib.assert_refused(
-    open_run(), live, tmp_path, f'state/params/{wrong}',
+    open_run(), live, tmp_path, 'nothing was restored',
     contents.MismatchError, key=jax.random.key(0),
   )  # fmt: skip
   # The optimizer's moments are told too, and nothing that fits.
-  lines = [line for line in message.splitlines() if line.startswith('  ')]
-  assert len(lines) == 3
-  assert sum('opt_state' in line for line in lines) == 2
-
-
-@pytest.mark.parametrize(('saved', 'live', 'says'), [
-  (lambda: jax.random.PRNGKey(1), lambda: jax.random.key(1), 'uint32'),
-  (lambda: jax.random.key(1), lambda: jax.random.PRNGKey(1), 'fry'),
-  (lambda: jax.random.key(1, impl='rbg'), lambda: jax.random.key(1), 'rbg'),
-  (lambda: lib.rows(jax.random.PRNGKey(1)), lambda: jax.random.PRNGKey(1),
-   r'\[2, 2\]; expected'),
-  (lambda: None, lambda: jax.random.key(1), 'NoneType'),
-])  # fmt: skip
-def test_a_step_key_of_another_kind(saved, live, says, open_run, tmp_path):
-  checkpointer = open_run()
-  lib.save(checkpointer, lib.weights(1), key=saved())
-  match = f'train_step_rng: the checkpoint has .*{says}'
-  lib.assert_refused(checkpointer, lib.weights(), tmp_path, match, key=live())
+  lines = [x.strip() for x in message.splitlines() if x.startswith('  ')]
+  assert len(lines) == 9
+  assert sum('opt_state' in line for line in lines) == 6
+  of = 'the checkpoint has'
+  assert lines[6:] == [
+    f'state/params/layer/b: {of} float32[2, 3], the experiment expects'
+    ' float32[3, 2]',
+    f'state/params/new: {of} nothing, the experiment expects float32[2]',
+    f'state/params/w: {of} float32[4], the experiment expects bfloat16[4]',
+  ]

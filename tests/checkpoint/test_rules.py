@@ -52,32 +52,6 @@ def test_restore_from_what_is_damaged_or_does_not_fit(open_run, tmp_path):
   assert lib.tree_of(tmp_path / 'other') == before
 
 
-def test_rules(kept, open_run):
-  source = lib.Sharded()
-  live = lib.Sharded(seed=2, params={'head': jnp.zeros([4])})
-  lib.advance(source, 1)
-  before = live.state
-  rules = [
-    ('state/params/layer/.*', None),
-    (r'state/(params)/(w|layer/b)', r'state/\1/\2'),
-    ('state/params/head', 'state/params/w'),
-  ]
-  checkpointer = open_run(restore_from=str(kept), restore_rules=rules)
-  state = lib.fill(checkpointer, live, 0, key=(key := jax.random.key(8)))
-  checkpointer.restore('latest')
-  assert state.global_step == 0
-  assert state.train_step_rng is key
-  got = live.state
-  lib.assert_same(got.params['w'], source.state.params['w'])
-  lib.assert_same(got.params['head'], jnp.asarray(np.asarray(got.params['w'])))
-  lib.assert_same(got.params['layer'], before.params['layer'])
-  lib.assert_same(got.opt_state, before.opt_state)
-  assert got.params['w'].sharding == before.params['w'].sharding
-  assert 'input' not in live.snapshot_state()
-  lib.advance(live, 1)  # Nothing shares a buffer that a step gives away.
-  assert live.snapshot_state()['input']['state']['index'] == 1
-
-
 class Scheduled(lib.Sharded):
   """Has each kind of schedule that Optax keeps a count for."""
 
@@ -97,15 +71,17 @@ def _counts(opt_state):
 
 
 def test_rules_for_all_of_the_state_begin_a_new_run(open_run, tmp_path):
-  source = Scheduled(params={'more': jnp.ones([3])})
+  source = Scheduled(params={'layer': {'b': jnp.ones([2, 3])}})
   lib.advance(source, 6)
-  lib.save(
-    open_run(directory=tmp_path / 'other'), source, 6, key=jax.random.key(1)
-  )
-  live = Scheduled(params={'more': jnp.zeros([3])}, seed=2)
-  key = jax.random.key(8)
-  before = jax.tree.map(jnp.copy, live.state)
-  rules = [('state/(.*)', r'state/\1')]
+  other = open_run(directory=tmp_path / 'other')
+  lib.save(other, source, 6, key=jax.random.key(1))
+  live = Scheduled(params={'head': jnp.zeros([4])}, seed=2)
+  key, before = jax.random.key(8), jax.tree.map(jnp.copy, live.state)
+  rules = [
+    ('state/.*/layer/.*', None),
+    ('state/(.*)/head', r'state/\1/w'),
+    ('state/(.*)', r'state/\1'),
+  ]
   checkpointer = open_run(
     restore_from=str(tmp_path / 'other'), restore_rules=rules
   )
@@ -117,18 +93,24 @@ def test_rules_for_all_of_the_state_begin_a_new_run(open_run, tmp_path):
   # It was not of step 0, and had weights and moments of its own.
   assert (int(taken.step), int(got.step)) == (6, 0)
   lib.assert_same(got.skipped, before.skipped)
-  lib.assert_same(got.params, taken.params)
+  lib.assert_same(got.params['w'], taken.params['w'])
+  assert got.params['w'].sharding == before.params['w'].sharding
+  head = jnp.asarray(np.asarray(taken.params['w']))
+  lib.assert_same(got.params['head'], head)
+  lib.assert_same(got.params['layer'], before.params['layer'])
   lib.assert_same(got.model_state['half'], taken.model_state['half'])
   lib.assert_same(got.model_state['key'], before.model_state['key'])
   adam = lambda x: x.opt_state[1].inner_state[0]
-  lib.assert_same(adam(got), adam(taken))
+  assert adam(got).count == 6  # Of Adam's moments.
+  lib.assert_same(adam(got).mu['w'], adam(taken).mu['w'])
   assert list(_counts(taken.opt_state).values()) == [6] * 6
   counts = _counts(got.opt_state)
-  assert counts.pop('1/inner_state/0/count') == 6  # Of Adam's moments.
+  del counts['1/inner_state/0/count']
   assert set(counts.values()) == {0}
   lib.assert_same(got.opt_state[0], before.opt_state[0])  # Its key as well.
   lib.assert_same(got.opt_state[1].hyperparams, before.opt_state[1].hyperparams)
-  lib.advance(live, 1)
+  assert 'input' not in live.snapshot_state()
+  lib.advance(live, 1)  # Nothing shares a buffer that a step gives away.
   assert int(live.state.step) == 1
   # What begins anew cannot be asked for either.
   for name in ('step', 'skipped', 'opt_state/3/count', 'model_state/key'):
@@ -143,8 +125,8 @@ def test_rules_for_all_of_the_state_begin_a_new_run(open_run, tmp_path):
 
 
 @pytest.mark.parametrize(('rules', 'match'), [
-  ([('state/params/w', None), ('nothing/.*', None)],
-   r"\['nothing/\.\*'\] match no array .*state/params/w"),
+  ([('state/params/w', None), ('state/params', None)],
+   r"\['state/params'\] match no array .*state/params/w"),
   ([('state/params/.*', None), ('state/params/w', 'state/params/w')],
    r"\['state/params/w'\] match no array.*an earlier rule"),
   ([('state/params/w', 'state/params/v')],
@@ -157,29 +139,3 @@ def test_rules_that_cannot_be_followed(rules, match, kept, open_run, tmp_path):
   lib.assert_refused(
     checkpointer, lib.Sharded(seed=2), tmp_path, match, key=key
   )
-
-
-def test_rules_between_attributes_of_all_kinds(open_run, tmp_path):
-  made = {
-    'f': np.arange(3, dtype='f4'), 'k': jax.random.key(4), 'i': jnp.int4(3),
-    'j': jnp.arange(3.0),
-  }  # fmt: skip
-  keys = {'k': made['k']}
-  lib.save(
-    open_run(directory=tmp_path / 'other'), lib.PerDevice(keys, {'n': made})
-  )
-  live = lib.PerDevice(
-    {'f': jnp.zeros(3), 'k': jax.random.key(0)},
-    {'n': {'f': np.zeros(3, np.float32), 'i': jnp.int4(0), 'j': jnp.zeros(3)}},
-  )
-  checkpointer = open_run(
-    restore_from=str(tmp_path / 'other'),
-    restore_rules=[('n/(.)', r'n/\1'), ('f', 'n/f')],
-  )
-  lib.restore(checkpointer, live)
-  held = live.held()
-  lib.assert_same(held['f'], lib.rows(jnp.arange(3.0)))
-  lib.assert_same(held['k'], lib.rows(jax.random.key(0)))
-  lib.assert_same(held['n']['i'], jnp.int4(3))
-  lib.assert_same(held['n']['j'], jnp.arange(3.0))
-  np.testing.assert_array_equal(held['n']['f'], [0, 1, 2])

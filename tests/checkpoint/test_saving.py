@@ -1,13 +1,9 @@
 """Evaluations beside training: what they read, follow and save as the best."""
 
-import contextlib
 import errno
-import itertools
 import math
 import os
-import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,11 +27,17 @@ def data(run) -> list[str]:
 # What is read beside a training that removes it.
 
 
-@pytest.mark.parametrize('mode', ['eval', 'eval_decode'])
-@pytest.mark.parametrize('series', ['latest', 'best'])
-@pytest.mark.parametrize('when', ['manifest', 'parts'])
+@pytest.mark.parametrize(
+  ('mode', 'series', 'reader', 'is_marked'),
+  [
+    ('eval', 'latest', manifests_lib.Manifests, False),
+    ('eval', 'latest', contents.Checkpoint, True),
+    ('eval_decode', 'latest', contents.Checkpoint, False),
+    ('eval', 'best', contents.Checkpoint, False),
+  ],
+)
 def test_what_goes_while_it_is_read(
-  mode, series, when, open_run, tmp_path, monkeypatch, caplog
+  mode, series, reader, is_marked, open_run, tmp_path, monkeypatch, caplog
 ):
   keep = {'max_checkpoints_to_keep': 1, 'max_best_checkpoints_to_keep': 1}
   writing = open_run(**keep)
@@ -44,23 +46,17 @@ def test_what_goes_while_it_is_read(
   reading = open_run(mode)
   # Then it leaves no mark.
   reading.directory.reads_only = mode == 'eval_decode'
-  is_manifest = when == 'manifest'
-  place = (
-    manifests_lib.Manifests if is_manifest else contents.Checkpoint,
-    'read',
-  )
-  original = getattr(*place)
+  original = reader.read
 
   def late(self, *args):
-    monkeypatch.setattr(*place, original)
+    monkeypatch.setattr(reader, 'read', original)
     lib.save(writing, lib.weights(2), 2, series=series)  # Removes the first.
     return original(self, *args)
 
-  monkeypatch.setattr(*place, late)
+  monkeypatch.setattr(reader, 'read', late)
   live = lib.weights()
   state = lib.restore(reading, live, series=series)
   assert 'Trying an earlier one' not in caplog.text  # It is gone, not damaged.
-  is_marked = mode == 'eval' and (series, when) == ('latest', 'parts')
   want = 1 if is_marked else 2
   assert (state.global_step, live.held()['n']) == (want, want)
   # Where a step is asked for there is no other one for it.
@@ -69,9 +65,6 @@ def test_what_goes_while_it_is_read(
   if is_marked:  # What was kept for the mark alone goes with it.
     lib.restore(reading, lib.weights(), 2)
     assert data(tmp_path / 'run') == [lib.data_of(tmp_path / 'run', 2).name]
-
-
-# Following.
 
 
 @pytest.mark.parametrize('url', ['gs'], indirect=True)
@@ -95,8 +88,10 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   assert follow() == [(2, 2), (4, 4), (6, 6)]
   assert follow() == []
   lib.save(training, lib.weights(8), 8)
+  training._manifests.store.write('latest/8.json', b'{')
+  assert follow() == []  # It is damaged.
   training.close()
-  # One that was damaged, and a step that is made anew, have other data.
+  # A step that is made anew has other data.
   again = open_run('train', url)
   lib.restore(again, lib.weights(), 4)
   again.begin(4)
@@ -115,10 +110,7 @@ def test_each_checkpoint_is_evaluated_once(url, open_run):
   assert follow() == [(7, 7)]
 
 
-# The best.
-
-
-def test_the_best_names_the_same_data(copied, open_run, tmp_path):
+def test_the_best_names_the_same_data(copied, open_run):
   evaluation = open_run('eval')
   live = lib.Sharded('eval', seed=1)
   lib.restore(evaluation, live, key=None)
@@ -133,49 +125,34 @@ def test_the_best_names_the_same_data(copied, open_run, tmp_path):
   assert lib.data_of(copied, 5, 'best') == lib.data_of(copied)
   evaluation.close()
   # The next evaluation gets the value, the entries and their kinds.
-  again = lib.Sharded('eval', seed=2)
-  blank = dict.fromkeys(extra) | BEST
+  again, blank = lib.Sharded('eval', seed=2), dict.fromkeys(extra) | BEST
   state = lib.restore(open_run('eval'), again, series='best', key=None, **blank)
   assert (state.best_eval_metric_value, state.global_step) == (0.5, 5)
   for name, value in extra.items():
     lib.assert_same(state[name], value, name)
-  # Training goes on from it, with its optimizer and its position.
-  trained, want = lib.Sharded(seed=3), lib.Sharded()
-  best = f'{copied}/checkpoints/best'
-  other = open_run(directory=tmp_path / 'fork', restore_from=best)
-  assert lib.restore(other, trained, key=jax.random.key(0)).global_step == 5
-  lib.advance(want, 1)
-  lib.assert_same(trained.snapshot_state(), want.snapshot_state())
 
 
-def test_the_best_of_the_per_device_style(open_run, tmp_path):
+def test_the_best_of_the_per_device_style(open_run, tmp_path, monkeypatch):
   training, run = open_run(), tmp_path / 'run'
   lib.save(training, lib.weights(3), 3)
   evaluation, live = open_run('eval'), lib.weights()
   lib.restore(evaluation, live)
   live._b0 = 4  # `evaluate` may change an attribute.
+  write = arrays.write
+
+  def late(*args):
+    found = write(*args)
+    # Nothing names the data yet, but for the evaluation's mark.
+    training._manifests.collect_garbage(data(run))
+    return found
+
+  monkeypatch.setattr(arrays, 'write', late)
   lib.save_best(evaluation, live, 3, 0.5)
   names = {lib.data_of(run, 3, series).name for series in ('latest', 'best')}
   assert set(data(run)) == names
   assert len(names) == 2
   lib.restore(open_run('eval_2'), live, series='best', **BEST)
   assert live.held()['n'] == 4
-  lib.restore(open_run('eval_3'), live)
-  assert live.held()['n'] == 3
-
-
-def test_the_best_of_a_step_without_a_checkpoint(open_run, tmp_path):
-  training, run = open_run(max_best_checkpoints_to_keep=1), tmp_path / 'run'
-  for step in (0, 4):  # By train_and_eval.
-    lib.save_best(training, lib.weights(step), step, float(step))
-    lib.save(training, lib.weights(9), step + 3)
-  assert training.steps('latest') == [3, 7]
-  assert training.steps('best') == [4]
-  lib.save_best(training, lib.weights(4), 4, 8.0)  # Made anew.
-  live = lib.weights()
-  state = lib.restore(open_run('eval'), live, series='best', **BEST)
-  assert (live.held()['n'], state.best_eval_metric_value) == (4, 8.0)
-  assert len(data(run)) == 3
 
 
 def test_the_last_best_counts_of_whichever_step_it_is(
@@ -196,111 +173,6 @@ def test_the_last_best_counts_of_whichever_step_it_is(
   assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
 
 
-@contextlib.contextmanager
-def suspended(at: int, meanwhile):
-  """Calls a function before the nth operation on a store, from 0.
-
-  Yields a list, which is empty afterwards if there are fewer operations.
-  """
-  seen, lock = itertools.count(), threading.Lock()
-  reached = []
-
-  def wrap(original):
-    def method(*args, **more):
-      with lock:
-        is_due = not reached and next(seen) == at
-        if is_due:
-          reached.append(original.__name__)
-      if is_due:
-        meanwhile()
-      return original(*args, **more)
-
-    return method
-
-  with pytest.MonkeyPatch.context() as patch:
-    for kind in (store_lib.Disk, store_lib.Bucket):
-      for name in store_lib.Store.__abstractmethods__ | {'versioned', 'sync'}:
-        patch.setattr(kind, name, wrap(getattr(kind, name)))
-    yield reached
-
-
-# A sample of the operations: all of them take minutes.
-@pytest.mark.parametrize(
-  ('url', 'every'),
-  [
-    ('disk', 4),
-    pytest.param('gs', 9, marks=pytest.mark.process),
-    pytest.param('disk', 1, marks=pytest.mark.slow),
-    pytest.param('gs', 1, marks=pytest.mark.slow),
-  ],
-  indirect=['url'],
-)
-@pytest.mark.parametrize('who', ['evaluation', 'training'])
-@pytest.mark.parametrize('is_pure', [True, False])
-def test_who_is_suspended_at_any_operation_loses_no_best(
-  is_pure, who, url, every, open_run, clock, monkeypatch
-):
-  """Its mark becomes stale, and what it marks is retired and collected."""
-  # Two processes share no claims; here the one would wait for the other's beat.
-  monkeypatch.setattr(owner, 'check', lambda run: None)
-
-  def weights(step):
-    live = lib.weights(step)
-    live.EVALUATION_IS_PURE = is_pure
-    return live
-
-  def suspend(at: int) -> str:
-    """Returns what became of the new best; '' if nobody was suspended."""
-    run, outcome = f'{url}/{at}', ''
-    training = open_run(directory=run, max_checkpoints_to_keep=1)
-    evaluation = open_run('eval', run, max_best_checkpoints_to_keep=1)
-    manifests = training._manifests
-    store = manifests.store
-    collect = lambda: manifests.collect_garbage(store.names('data'))
-
-    def evaluate(step):
-      lib.save(training, weights(step), step)
-      lib.restore(evaluation, weights(step))
-
-    def train():
-      lib.save(training, weights(7), 7)
-      clock.now += owner.STALE_SECS
-      collect()
-
-    def save_best():
-      nonlocal outcome
-      outcome = 'lost'
-      with contextlib.suppress(store_lib.DamagedError):
-        lib.save_best(evaluation, weights(5), 5, 5.0)
-        outcome = 'saved'
-
-    evaluate(3)
-    lib.save_best(evaluation, weights(3), 3, 3.0)
-    evaluate(5)
-    collect()  # It sees the mark.
-    both = (save_best, train)[:: 1 if who == 'evaluation' else -1]
-    with suspended(at, both[1]) as reached:
-      both[0]()
-    if not reached:
-      return ''
-    collect()
-    evaluation.close()
-    collect()
-    best = 5 if outcome == 'saved' else 3
-    assert evaluation.steps('best') == [best], (at, reached, outcome)
-    found = inspection.find(f'{run}/checkpoints/best')
-    arrays.verify(found.data, found.described)
-    doomed = store.names('doomed')
-    assert not any(store.names(f'doomed/{x}') for x in doomed)
-    return outcome
-
-  places = itertools.count(2 % every, every)
-  outcomes = {*iter(map(suspend, places).__next__, '')}
-  # Training does not know data that it has not written.
-  assert ('lost' in outcomes) == (is_pure or who == 'evaluation')
-  assert 'saved' in outcomes
-
-
 def test_the_best_of_two_evaluations(open_run):
   lib.save(open_run(), lib.weights(1), 1)
   first, second = open_run('eval'), open_run('eval_more')
@@ -312,9 +184,6 @@ def test_the_best_of_two_evaluations(open_run):
       lib.save_best(second, lib.weights(), 1, 0.7)
   first.close()
   lib.save_best(second, lib.weights(), 1, 0.7)
-
-
-# Saves that fail.
 
 
 @pytest.mark.parametrize('place', ['logs', 'arrays', 'manifest', 'retire'])

@@ -1,5 +1,6 @@
 """Compiling a run for chips that are not here."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -18,7 +19,6 @@ from jaxline import sharded
 from jaxline.compile import ahead
 from jaxline.parallel import partitioning
 from jaxline.supervision import compilation_cache
-from tests import toys
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
@@ -28,32 +28,17 @@ ROWS = 128
 class TwoLayers(sharded.ShardedExperiment):
   """x -> tanh(x a) b; with Adam."""
 
-  def __init__(
-    self,
-    mode,
-    init_rng,
-    width=128,
-    hidden=256,
-    evaluates=True,
-    *,
-    run_config=None,
-  ):
-    self.width = width
-    self.hidden = hidden
-    self.evaluates = evaluates
+  def __init__(self, mode, init_rng, width=128, hidden=256, evaluates=True,
+               *, run_config=None):  # fmt: skip
+    self.width, self.hidden, self.evaluates = width, hidden, evaluates
     super().__init__(mode, init_rng, run_config=run_config)
 
   def init_fn(self, rng):
-    a, b = jax.random.split(rng)
-    normal = jax.random.normal
-    weights = {
-      'a': (normal(a, [self.width, self.hidden]), ('embed', 'mlp')),
-      'b': (normal(b, [self.hidden, self.width]), ('mlp', 'embed')),
-    }
+    a = jax.random.normal(rng, [self.width, self.hidden])
+    weights = {'a': (a, ('embed', 'mlp')), 'b': (a.T, ('mlp', 'embed'))}
     return {k: partitioning.Logical(*v) for k, v in weights.items()}, {}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    del rng, is_training
     y = jnp.tanh(batch['x'] @ params['a']) @ params['b']
     loss = metrics.Mean.of(jnp.square(y).mean(-1), batch['weights'])
     return loss.compute(), {'loss': loss}, model_state
@@ -62,9 +47,8 @@ class TwoLayers(sharded.ShardedExperiment):
     return optax.adam(1e-2)
 
   def train_input(self):
-    rng = np.random.default_rng(0)
     while True:
-      yield {'x': rng.normal(size=[ROWS, self.width]).astype(np.float32)}
+      yield {'x': np.ones([ROWS, self.width], np.float32)}
 
   def eval_input(self):
     if not self.evaluates:
@@ -78,32 +62,22 @@ def make_config(**changes):
   return config.lock()
 
 
-def read_report(path):
-  """Returns what a report's JSON has, with attributes for its keys."""
-  return json.loads(
-    path.read_text(), object_hook=lambda d: types.SimpleNamespace(**d)
-  )
-
-
-# The devices that are here.
+def read(path):
+  """Returns a report's JSON with attributes for its keys."""
+  to_object = lambda values: types.SimpleNamespace(**values)
+  return json.loads(path.read_text(), object_hook=to_object)
 
 
 def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   config = make_config(checkpoint_dir=str(tmp_path))
   assert ahead.compile_experiment(TwoLayers, config)
   path = tmp_path / 'compile' / 'local.json'
-  text = capsys.readouterr().out
-  made = read_report(path)
-  assert 'TwoLayers on local (cpu)' in text
-  assert f'{made.parameters:,}' in text
-  assert made.experiment == 'TwoLayers'
+  made = read(path)
+  assert 'TwoLayers on local (cpu)' in capsys.readouterr().out
   mesh = {'stage': 1, 'replica': 1, 'data': 2, 'expert': 1, 'mdl': 1}
   assert vars(made.mesh) == mesh
-  assert made.sharding == 'fsdp'
-  assert (made.target.name, made.target.device_kind) == ('local', 'cpu')
   assert (made.target.num_slices, made.target.num_devices) == (1, 2)
-  assert made.target.chip is None
-  assert made.batch_rows == ROWS
+  assert (made.sharding, made.batch_rows) == ('fsdp', ROWS)
   assert made.parameters == 2 * 128 * 256
   # Half of the weights and of Adam's two moments; four counters of 4 bytes.
   weights = 4 * made.parameters // 2
@@ -119,15 +93,13 @@ def test_a_run_on_the_devices_of_this_machine(tmp_path, capsys):
   # The state is donated: it exists once.
   arrays = train.peak_bytes - train.temp_bytes
   assert made.state_bytes + made.batch_bytes <= arrays < 2 * made.state_bytes
-  assert train.fits is None
-  assert train.roofline is None
+  assert (train.fits, train.roofline) == (None, None)
   gathers = [t for t in train.measures.traffic if t.kind == 'all-gather']
   assert [t.axes for t in gathers] == [['data']]
   # Each weight once whole, at least.
   assert gathers[0].bytes >= 4 * made.parameters
   assert gathers[0].dcn_bytes == 0
-  names = [b.name for b in train.buffers]
-  assert "state.opt_state[0].mu['a']" in names
+  assert "state.opt_state[0].mu['a']" in [b.name for b in train.buffers]
   assert any("a 'cpu' device" in n.lower() for n in made.notes)
   assert os.listdir(path.parent) == ['local.json']
 
@@ -145,14 +117,16 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
       (train,) = made.programs
       assert train.buffers  # XLA tells them as it compiles.
   assert any('no eval step' in note for note in made.notes)
-
-
-def test_an_experiment_without_a_sharded_step_is_refused():
-  config = make_config(sharding=base_config.get_base_config().sharding)
-  with pytest.raises(errors.UsageError, match='Plain'):
-    ahead.make_report(toys.Plain, config)
-  with pytest.raises(errors.UsageError, match="sharding is 'fsdp'"):
-    ahead.make_report(toys.Plain, make_config())
+  assert 'DOES NOT FIT' not in str(made)
+  train = dataclasses.replace(train, fits=False)
+  made = dataclasses.replace(made, programs=(train,))
+  assert not made.fits
+  for text in (
+    'DOES NOT FIT',
+    'gradient_accumulation_steps',
+    made.notes[0][:20],
+  ):
+    assert text in str(made)
 
 
 def test_for_tpus_their_compiler_is_needed(monkeypatch):
@@ -162,39 +136,6 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
 
 
 # The TPU compiler.
-
-
-def test_a_run_on_tpus():
-  pytest.importorskip('libtpu')
-  made = ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
-  train, evaluation = made.programs
-  product = 2 * ROWS * 128 * 256
-  assert train.measures.flops == 5 * product / 4
-  assert evaluation.measures.flops == 2 * product / 4
-  assert train.fits
-  assert train.peak_bytes < 10 << 20
-  assert {t.axes for t in train.measures.traffic} == {('data',)}
-  assert train.roofline.seconds['ICI'] > 0
-  assert train.roofline.seconds['DCN'] == 0
-  assert 0 < train.roofline.mfu_sum < train.roofline.mfu_bound <= 1.2
-  assert 'libtpu' in made.versions
-
-
-def test_a_run_on_slices_of_tpus():
-  pytest.importorskip('libtpu')
-  config = make_config(topology='v4:2x2x1', num_slices=2)
-  made = ahead.make_report(TwoLayers, config)
-  train, _ = made.programs
-  mesh = {'stage': 1, 'replica': 2, 'data': 4, 'expert': 1, 'mdl': 1}
-  assert made.mesh == mesh
-  assert train.measures.flops == 5 * 2 * ROWS * 128 * 256 / 8
-  over = {t.axes: t.dcn_bytes for t in train.measures.traffic}
-  assert over[('data',)] == 0
-  # Of an all-reduce between two chips each sends what it has, its quarter of
-  # the gradients, at least.
-  crossing = sum(t.dcn_bytes for t in train.measures.traffic)
-  assert crossing >= 4 * made.parameters / 4
-  assert train.roofline.seconds['DCN'] == pytest.approx(crossing / 6.25e9)
 
 
 def test_a_run_that_does_not_fit(tmp_path, capsys):
@@ -210,12 +151,9 @@ def test_a_run_that_does_not_fit(tmp_path, capsys):
   text = capsys.readouterr().out
   assert 'DOES NOT FIT' in text
   assert 'Suggested changes' in text
-  made = read_report(tmp_path / 'compile' / 'v5e-2x2.json')
+  made = read(tmp_path / 'compile' / 'v5e-2x2.json')
   train, evaluation = made.programs
   assert train.fits is False
   assert evaluation.fits is True
   assert 17 << 30 <= train.peak_bytes < 21 << 30
-  assert train.measures.flops == 5 * 2 * ROWS * (5 << 27) / 4
   assert train.buffers[0].bytes == 5 << 29
-  weights = {f"state.params['{name}']" for name in 'ab'}
-  assert weights <= {b.name for b in train.buffers}

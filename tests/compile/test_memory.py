@@ -3,8 +3,6 @@
 import dataclasses
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxline.compile import hlo
@@ -45,33 +43,7 @@ def test_the_buffers_of_a_program_that_does_not_fit():
 
 
 def test_errors_of_too_little_memory():
-  for error, expected in (
-    (OUT_OF_MEMORY, True),
-    (
-      'RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory'
-      ' in memory space hbm. Used 21.49G of 15.48G hbm. Exceeded hbm capacity'
-      ' by 6.01G.',
-      True,
-    ),
-    ('INVALID_ARGUMENT: Invalid TPU program.', False),
-    ('RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.', False),
-  ):
+  of_vmem = 'RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.'
+  of_others = 'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.'
+  for error, expected in (OUT_OF_MEMORY, 1), (of_others, 1), (of_vmem, 0):
     assert memory.is_out_of_memory(RuntimeError(error)) == expected, error
-
-
-def test_a_real_dump_of_this_machine(tmp_path):
-  def f(p, x):
-    return jnp.tanh(x @ p['w']) @ p['w'].T
-
-  w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
-  x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
-  options = {'xla_dump_to': str(tmp_path), 'xla_dump_hlo_as_text': True}
-  compiled = jax.jit(f).lower({'w': w}, x).compile(options)
-  module, assignment = memory.dumped(tmp_path)
-  total, found = memory.buffers(assignment, hlo.parse(module))
-  stats = compiled.memory_analysis()
-  outside = stats.argument_size_in_bytes + stats.output_size_in_bytes
-  assert total == outside + stats.temp_size_in_bytes
-  arguments = [(b.bytes, b.name) for b in found if b.kind == 'argument']
-  assert arguments == [(256 * 512 * 4, "p['w']"), (128 * 256 * 4, 'x')]
-  assert 128 * 256 * 4 in [b.bytes for b in found if b.kind == 'output']

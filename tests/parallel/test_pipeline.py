@@ -1,17 +1,16 @@
 """Tests of the pipeline against its layers, run one after the other."""
 
-import json
-import os
-
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxline.compile import hlo
+from jaxline.compile import measure
 from jaxline.parallel import partitioning
 from jaxline.parallel import pipeline
-from tests import processes
+from jaxline.parallel import placement
 
 ROWS = 12
 WIDTH = 4
@@ -50,152 +49,93 @@ def _step(run):
   return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
-def _value_and_grads(run, weights, x):
-  (_, y), grads = _step(run)(weights, x)
-  return y, *grads
-
-
-def _weights_and_rows(num_layers, rows=ROWS):
+def _weights_and_rows(num_layers):
   rng = np.random.default_rng(0)
   weights = rng.normal(size=(num_layers, WIDTH, WIDTH)) / 2
-  x = rng.normal(size=(rows, WIDTH))
+  x = rng.normal(size=(ROWS, WIDTH))
   return jnp.asarray(weights, jnp.float32), jnp.asarray(x, jnp.float32)
 
 
 @pytest.mark.parametrize(
   ('stages', 'microbatches', 'repeats', 'unroll'),
   [
-    (1, 3, 2, False),
     (4, 1, 1, True),  # Fewer microbatches than stages.
     (4, 6, 1, False),
     (2, 2, 2, True),  # As many as stages: each goes round at once.
     (2, 3, 4, False),
-    (4, 12, 2, False),  # One row each.
   ],
 )
 def test_a_pipeline_computes_what_its_layers_do(
   stages, microbatches, repeats, unroll
 ):
-  weights, x = _weights_and_rows(8)
-  actual = _value_and_grads(
-    lambda weights, x: _pipelined(
-      weights,
-      x,
-      num_stages=stages,
-      num_microbatches=microbatches,
-      num_repeats=repeats,
-      unroll=unroll,
-    ),
-    weights,
-    x,
-  )
-  expected = _value_and_grads(_one_after_the_other, weights, x)
-  for a, b in zip(actual, expected, strict=True):
+  args = _weights_and_rows(8)
+  options = {
+    'num_stages': stages,
+    'num_microbatches': microbatches,
+    'num_repeats': repeats,
+    'unroll': unroll,
+  }
+  actual = _step(lambda *args: _pipelined(*args, **options))(*args)
+  expected = _step(_one_after_the_other)(*args)
+  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('repeats', [1, 2])
-def test_a_stage_without_work_leaves_no_trace(repeats):
+def test_a_stage_without_work_leaves_no_trace():
   # Of zeros, whether they are put in or left over, this makes NaN; and of what
   # goes through more layers than there are, infinity.
   def layer(weight, inputs):
     x, rows = inputs
     return 1e9 * x / jnp.sqrt(jnp.sum(x * x, 1, keepdims=True)) @ weight, rows
 
-  weights, x = _weights_and_rows(4)
-  y, *grads = _value_and_grads(
-    lambda weights, x: _pipelined(
-      weights,
-      x,
-      layer,
-      num_stages=2,
-      num_microbatches=3,
-      num_repeats=repeats,
-    ),
-    weights,
-    x,
+  run = lambda *args: _pipelined(
+    *args, layer, num_stages=2, num_microbatches=3, num_repeats=2
   )
-  for array in (y, *grads):
+  for array in jax.tree.leaves(_step(run)(*_weights_and_rows(4))):
     assert np.isfinite(array).all()
     assert np.abs(array).max() > 0
 
 
 @pytest.mark.parametrize(
-  ('kwargs', 'words'),
+  ('counts', 'words'),
   [
-    (
-      {'num_stages': 8, 'num_microbatches': 8, 'num_repeats': 2},
-      '8 layers do not divide over 8 stages x 2 repeats; .* of 16 layers',
-    ),
-    (
-      {'num_stages': 4, 'num_microbatches': 3, 'num_repeats': 2},
-      '3 microbatches for 4 stages and 2 repeats.* at least 4 microbatches',
-    ),
+    ((8, 8, 2), '8 layers do not divide over 8 stages x 2 repe.* of 16 layers'),
+    ((4, 3, 2), '3 microbatches for 4 stages .* at least 4 microbatches'),
+    ((1, 2, 1), '1 stages do not divide over the 2'),
   ],
 )
-def test_errors_offer_what_would_fit(kwargs, words):
-  with pytest.raises(ValueError, match=words):
-    _pipelined(*_weights_and_rows(8), **kwargs)
-
-
-def test_stages_must_divide_over_the_mesh():
+def test_errors_offer_what_would_fit(counts, words):
+  names = 'num_stages', 'num_microbatches', 'num_repeats'
   partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
-  with partitioner.activate():
-    with pytest.raises(ValueError, match='1 stages do not divide over the 2'):
-      _pipelined(*_weights_and_rows(2), num_stages=1, num_microbatches=2)
+  with partitioner.activate(), pytest.raises(ValueError, match=words):
+    _pipelined(*_weights_and_rows(8), **dict(zip(names, counts, strict=True)))
 
 
-# Its own process, because the number of devices is fixed when JAX starts.
-_EIGHT = """
-import json
-import jax
-from tests.parallel import test_pipeline as t
-from jaxline.parallel import partitioning, placement
-from jaxline.compile import hlo
-from jaxline.compile import measure
-
-partitioner = partitioning.Partitioner.make(
-  {'stage': 2, 'data': 2, 'mdl': 2}, 'pipeline')
-axes = ('layers', 'embed', 'mlp')
-weights, x = t._weights_and_rows(8)
-placed = [
-  jax.device_put(weights, partitioner.shardings(
-    partitioner.specs(partitioning.Logical(weights, axes)))),
-  placement.put_batch(x, partitioner),
-]
-out = []
-for parts, repeats in ((1, 1), (3, 1), (3, 2)):
-  def run(weights, x):
-    return t._pipelined(
-      partitioning.Logical(weights, axes), x, num_stages=2,
-      num_microbatches=parts, num_repeats=repeats)
-  with partitioner.activate():
-    compiled = t._step(run).lower(*placed).compile()
-  measures = measure.measure(
-    hlo.parse(compiled.as_text()),
-    partitioner.axis_sizes,
-    partitioner.slices,
+def test_rows_go_to_the_next_stage_and_nothing_else():
+  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
+  axes = ('layers', 'embed', 'mlp')
+  weights, x = _weights_and_rows(8)
+  specs = partitioner.specs(partitioning.Logical(weights, axes))
+  placed = (
+    jax.device_put(weights, partitioner.shardings(specs)),
+    placement.put_batch(x, partitioner),
   )
-  out.append({
-    t.kind: t.count
-    for t in measures.traffic
-    if 'stage' in t.axes and t.bytes > 4 * t.count
-  })
-print(json.dumps(out))
-"""
-
-
-@pytest.mark.process
-def test_on_eight_devices_rows_go_to_the_next_stage_and_nothing_else():
-  flags = f'{os.environ["XLA_FLAGS"]} --xla_force_host_platform_device_count=8'
-  process = processes.run('-c', _EIGHT, XLA_FLAGS=flags)
-  assert process.returncode == 0, process.stderr
-  small, once, twice = json.loads(process.stdout.splitlines()[-1])
-  for found, parts, repeats in ((small, 1, 1), (once, 3, 1), (twice, 3, 2)):
+  inside = []
+  for parts, repeats in ((1, 1), (3, 1), (3, 2)):
+    run = lambda w, x, parts=parts, repeats=repeats: _pipelined(
+      partitioning.Logical(w, axes), x,
+      num_stages=2, num_microbatches=parts, num_repeats=repeats,
+    )  # fmt: skip
+    with partitioner.activate():
+      text = _step(run).lower(*placed).compile().as_text()
+    mesh = partitioner.axis_sizes, partitioner.slices
+    traffic = measure.measure(hlo.parse(text), *mesh).traffic
+    found = {t.kind: t.count for t in traffic if t.bytes > 4 * t.count}
     # Rows and their numbers forwards, the gradients of rows backwards.
     permutes = found.pop('collective-permute')
     assert permutes == 4 * (parts * repeats + 1)
     # The whole batch once each way; repeats move the weights.
     assert 'all-reduce' in found
     assert ('all-to-all' in found) == (repeats == 2)
-  assert small == once  # Nothing else is in the loops.
+    inside.append(found)
+  assert inside[0] == inside[1]  # Nothing else is in the loops.

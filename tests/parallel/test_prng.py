@@ -1,32 +1,22 @@
-"""Tests of jaxline.parallel.prng."""
+"""Tests of jaxline.parallel.prng: keys by the definition, one at a time."""
 
-import contextlib
 import functools
 from unittest import mock
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxline.base import debug
 from jaxline.parallel import devices
 from jaxline.parallel import prng
 
 MODES = [mode.value for mode in prng.DistributedRNGMode]
-MAKE_KEY = {
-  'uint32': jax.random.PRNGKey,
-  'typed': jax.random.key,
-  'rbg': functools.partial(jax.random.key, impl='rbg'),
-}
-NUM_DEVICES = 2
-
-
 # Each mode with typed keys, and each kind of key with one mode.
-EACH_KEY_AND_MODE = [
-  *(('typed', mode) for mode in MODES),
-  *((kind, MODES[0]) for kind in MAKE_KEY if kind != 'typed'),
+KEYS_AND_MODES = [
+  *((jax.random.key, mode) for mode in MODES),
+  (jax.random.PRNGKey, MODES[0]),
+  (functools.partial(jax.random.key, impl='rbg'), MODES[0]),
 ]
 
 
@@ -37,44 +27,13 @@ def _bits(keys):
   return np.asarray(keys)
 
 
-def _expected_key(key, mode, host, device):
-  """The definition, one key at a time."""
+def _expected_bits(key, mode, host=0):
+  """Returns the keys of both devices."""
   if mode.startswith('unique_host'):
     key = jax.random.fold_in(key, host)
-  if mode.endswith('unique_device'):
-    key = jax.random.fold_in(key, device)
-  return key
-
-
-def _expected_bits(key, mode, host=0):
-  return np.stack(
-    [_bits(_expected_key(key, mode, host, i)) for i in range(NUM_DEVICES)]
-  )
-
-
-def _specialize(keys, mode):
-  return jax.pmap(
-    functools.partial(
-      prng.specialize_rng_host_device, axis_name='i', mode=mode
-    ),
-    axis_name='i',
-  )(keys, prng.host_id_devices_for_rng(mode))
-
-
-# --- specialize_rng_host_device ----------------------------------------------
-
-
-@pytest.mark.parametrize(('kind', 'mode'), EACH_KEY_AND_MODE)
-def test_specialize_folds_in_the_host_then_the_device(kind, mode):
-  key, host = MAKE_KEY[kind](7), 5
-  with mock.patch.object(jax, 'process_index', return_value=host):
-    got = _specialize(devices.bcast_local_devices(key), mode)
-  np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode, host))
-  num_unique = len(np.unique(_bits(got), axis=0))
-  assert num_unique == (2 if mode.endswith('unique_device') else 1)
-
-
-# --- DeviceStepKeys ----------------------------------------------------------
+  folds = mode.endswith('unique_device')
+  keys = [jax.random.fold_in(key, i) if folds else key for i in range(2)]
+  return np.stack([_bits(key) for key in keys])
 
 
 def _expected_steps(key, mode, steps, host=0):
@@ -95,17 +54,26 @@ def _assert_steps(step_keys, state_key, expected):
   return state_key
 
 
-@pytest.mark.parametrize(('kind', 'mode'), EACH_KEY_AND_MODE)
-def test_step_keys_are_those_of_the_definition(kind, mode):
-  key, host = MAKE_KEY[kind](3), 4
-  with mock.patch.object(jax, 'process_index', return_value=host):
-    step_keys = prng.DeviceStepKeys(mode, block=3)
+@pytest.mark.parametrize(('make_key', 'mode'), KEYS_AND_MODES)
+def test_keys_are_those_of_the_definition(make_key, mode):
+  key, host = make_key(7), 5
+  specialize = functools.partial(
+    prng.specialize_rng_host_device, axis_name='i', mode=mode
+  )
   state_key = devices.bcast_local_devices(key)
+  with mock.patch.object(jax, 'process_index', return_value=host):
+    got = jax.pmap(specialize, axis_name='i')(
+      state_key, prng.host_id_devices_for_rng(mode)
+    )
+    step_keys = prng.DeviceStepKeys(mode, block=3)
+  np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode, host))
+  num_unique = len(np.unique(_bits(got), axis=0))
+  assert num_unique == (2 if mode.endswith('unique_device') else 1)
   expected = _expected_steps(key, mode, range(8), host)
   _assert_steps(step_keys, state_key, expected)
 
 
-@pytest.mark.parametrize('block', [1, 2, 4, 16])
+@pytest.mark.parametrize('block', [1, 4])
 def test_step_keys_follow_their_caller(block):
   """Any step and key may come: of a restore, or changed by an experiment."""
   step_keys = prng.DeviceStepKeys(MODES[0], block=block)
@@ -126,46 +94,6 @@ def test_step_keys_follow_their_caller(block):
     (expected,) = _expected_steps(key, MODES[0], [step])
     state_key = _assert_steps(step_keys, state_key, [expected])
     step, key = step + 1, jax.random.split(key)[1]
-
-
-def test_step_keys_feed_a_donating_pmap_without_resharding():
-  key, mode = jax.random.key(3), MODES[0]
-  step_keys = prng.DeviceStepKeys(mode, block=2)
-  state_key = devices.bcast_local_devices(key)
-  # A step may donate what it is given: each value has its own buffer.
-  step = jax.pmap(
-    lambda step, key: (step + 1, jax.random.bits(key)),
-    axis_name='batch',
-    donate_argnums=0,
-  )
-  for number, step_bits, _ in _expected_steps(key, mode, range(5)):
-    global_step, keys, state_key = step_keys(number, state_key)
-    assert len(keys.addressable_shards) == NUM_DEVICES
-    keys_bits = _bits(keys)
-    got, _ = step(global_step, keys)
-    assert global_step.is_deleted()
-    np.testing.assert_array_equal(got, [number + 1] * 2)
-    np.testing.assert_array_equal(keys_bits, step_bits)
-
-
-@pytest.mark.parametrize(
-  'fake', [chex.fake_pmap, chex.fake_pmap_and_jit, contextlib.nullcontext]
-)
-def test_step_keys_where_pmap_or_jit_is_off(fake, monkeypatch):
-  key, mode = jax.random.PRNGKey(3), MODES[0]
-  op_by_op = fake is contextlib.nullcontext
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', op_by_op)
-
-  @debug.disable_pmap_jit
-  def run():
-    _assert_steps(
-      prng.DeviceStepKeys(mode, block=2),
-      devices.bcast_local_devices(key),
-      _expected_steps(key, mode, range(5)),
-    )
-
-  with fake():
-    run()
 
 
 def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():

@@ -1,6 +1,5 @@
 """Tests of jaxline.supervision.nonfinite, with and without a flag."""
 
-import collections
 import copy
 import itertools
 import re
@@ -8,12 +7,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxline import errors
-from jaxline import metrics
-from jaxline import train as train_lib
 from jaxline.compat import experiments
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import nonfinite
@@ -23,12 +19,11 @@ KEY = jax.random.PRNGKey(0)
 NAN, INF = float('nan'), float('inf')
 
 
-def a_guard(mode='raise', experiment=None):
-  return nonfinite.Guard(experiment or a_stand_in(), mode, 10)
-
-
-def a_stand_in(**attributes):
-  return experiments.full_experiment(None, **attributes)
+def a_guard(mode='raise', **attributes):
+  """A guard of an experiment in JAXline's style, or with these attributes."""
+  return nonfinite.Guard(
+    experiments.full_experiment(None, **attributes), mode, 10
+  )
 
 
 def drive(guard, rows):
@@ -36,9 +31,6 @@ def drive(guard, rows):
   for step, scalars in enumerate(rows, start=1):
     guard(0.0, step, scalars)
   guard.wait()
-
-
-# Judged by the scalars.
 
 
 ONE = {'loss': jnp.float32(1), 'grad': jnp.float32(2)}
@@ -50,80 +42,38 @@ def packed(scalars):
 
 def test_the_step_and_its_metrics_are_named():
   for scalars, named in (
-    ({'loss': NAN}, 'loss = nan'),
     ({'grad_norm': -INF}, 'grad_norm = -inf'),
-    ({'loss': np.float32(NAN), 'acc': NAN}, 'loss = nan'),
-    ({'Total_LOSS': np.float16(INF)}, 'Total_LOSS = inf'),
+    ({'Total_LOSS': np.float16(INF), 'acc': NAN}, 'Total_LOSS = inf'),
     ({'loss': {'kl': NAN, 'l2': 1.0}}, 'loss/kl = nan'),
     ({'loss': jnp.bfloat16(NAN), 'GradMax': INF}, 'loss = nan, GradMax = inf'),
     ({'loss': np.float32([1, NAN, INF])}, 'loss = nan in 2 of 3 entries'),
-    ({'loss': complex(NAN, 0)}, r'loss = (nan+0j)'),
     (
       jax.pmap(lambda x: {'loss': 1 / x})(jnp.float32([1, 0])),
       'loss = inf in 1 of 2 entries',
     ),
-    (
-      {'train': packed(ONE | {'loss': jnp.float32(NAN)})},
-      'train/loss = nan',
-    ),
-    ({'loss_parts': collections.Counter(a=NAN), 'loss': INF}, 'loss = inf'),
+    ({'train': packed(ONE | {'loss': jnp.float32(NAN)})}, 'train/loss = nan'),
     # Without FLAGS_NONFINITE this is a scalar as any other.
     ({'loss': NAN, 'nonfinite': 0}, 'loss = nan'),
   ):
     with pytest.raises(nonfinite.NonfiniteError) as error:
       drive(a_guard(), [ONE, ONE, scalars, ONE])
     assert f'step 3 are not finite: {named}. ' in str(error.value)
-    assert isinstance(error.value, ArithmeticError)
 
 
 def test_what_is_finite_or_no_loss_goes_on():
-  guard = a_guard()
-  rows = [
-    {'loss': 1.0, 'nonfinite': INF},
-    {'loss': 1.0, 'nonfinite': 5},
-    None,
-    {},
+  drive(a_guard(), [
+    {'loss': 1.0, 'nonfinite': INF}, {'loss': 1.0, 'nonfinite': 5}, None, {},
     {'accuracy': NAN, 'reward': INF},
     {'loss': 'nan', 'loss_b': None, 'loss_c': object(), 'loss_d': 3},
     {'loss': np.int32(3), 'grad': True, 'loss_key': jax.random.key(0)},
-    {'loss': np.array(['nan'])},
-    {'loss': 3e38, 'grad_norm': np.float32([0, -3e38])},
-    {7: NAN},
-  ]
-  drive(guard, rows)
-
-
-def test_ignore_looks_at_nothing_and_the_flag_is_not_logged():
-  guard = a_guard('ignore', experiment=a_stand_in(FLAGS_NONFINITE=True))
-  scalars = {'loss': NAN, 'nonfinite': 1}
-  drive(guard, [scalars] * 20)
-  assert list(guard.without_flag(scalars)) == ['loss']
-  assert a_guard().without_flag(scalars) is scalars
-  assert 'nonfinite' in scalars
+    {'loss': 3e38, 'grad_norm': np.float32([0, -3e38])}, {7: NAN},
+  ])  # fmt: skip
 
 
 def test_a_step_without_the_flag_that_it_needs_is_refused():
   for mode, flagged in ('skip', False), ('skip', True), ('raise', True):
-    guard = a_guard(mode, a_stand_in(FLAGS_NONFINITE=flagged))
     with pytest.raises(errors.UsageError, match='nonfinite'):
-      drive(guard, [{'loss': 1.0}])
-
-
-# When.
-
-
-@pytest.mark.parametrize(
-  ('in_flight', 'late'), [(1, 1), (2, 1), (4, 3), (None, 1)]
-)
-def test_the_guard_waits_for_no_step_before_the_loop_does(in_flight, late):
-  config = regression.get_config(8)
-  config.max_steps_in_flight = in_flight
-  run = train_lib.Run(regression.Regression, config)
-  guard = train_lib.Training(run).guard
-  with pytest.raises(nonfinite.NonfiniteError):
-    for step in range(8):
-      guard(0.0, step, {'nonfinite': 1})
-  assert step == late
+      drive(a_guard(mode, FLAGS_NONFINITE=flagged), [{'loss': 1.0}])
 
 
 def test_donated_arrays_do_no_harm():
@@ -143,9 +93,6 @@ def test_donated_arrays_do_no_harm():
     drive(guard, [{'loss': gone, 'grad': NAN}])
 
 
-# The sharded step.
-
-
 class Faulty(regression.Regression):
   """Has bad steps where its data say so.
 
@@ -159,22 +106,38 @@ class Faulty(regression.Regression):
     return regression.Scaled(self.batch_size, self.factors)
 
 
-class Steep(Faulty):
-  """The factor 1e18 gives a finite loss and an infinite gradient."""
+class Hidden(Faulty):
+  """A factor of 1e18 gives finite metrics, but a loss that is NaN."""
+
+  def loss_fn(self, params, model_state, batch, rng, is_training):
+    is_bad = jnp.abs(batch['y']).max() > 1e6
+    loss, values, new = super().loss_fn(
+      params, model_state, {**batch, 'y': 0 * batch['y']}, rng, is_training
+    )
+    return loss + self.fault(params, is_bad), values, new
+
+  def fault(self, params, is_bad):
+    return jnp.where(is_bad, NAN, 0.0)
+
+
+class Steep(Hidden):
+  """The loss is finite, too, but its gradient is not; it has a random key."""
 
   def init_fn(self, rng):
     params, state = super().init_fn(rng)
     return params, {**state, 'key': jax.random.key(1)}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    scale = jnp.where(jnp.abs(batch['y']).max() > 1e6, 1e30, 0.0)
-    zero = params['b'].sum() - jax.lax.stop_gradient(params['b'].sum())
     loss, values, new = super().loss_fn(
-      params, model_state, {**batch, 'y': 0 * batch['y']}, rng, is_training
+      params, model_state, batch, rng, is_training
     )
+    key = jax.random.split(model_state['key'])[0]
+    return loss, values, {**new, 'key': key}
+
+  def fault(self, params, is_bad):
     # 0 with the gradient 1e60, which is infinite in float32.
-    new['key'] = jax.random.split(model_state['key'])[0]
-    return loss + zero * scale * scale, values, new
+    scale, b = jnp.where(is_bad, 1e30, 0.0), params['b'].sum()
+    return (b - jax.lax.stop_gradient(b)) * scale * scale
 
 
 def train(experiment, steps, mode, most=10):
@@ -191,26 +154,6 @@ def make(factors, cls=Faulty, **kwargs):
   experiment = cls('train', KEY, **kwargs)
   experiment.factors = factors
   return experiment
-
-
-def arrays(state):
-  """Returns all that a skipped step keeps, as arrays."""
-  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.tree.map(
-    lambda x: jax.random.key_data(x) if is_key(x) else x,
-    (state.params, state.model_state, state.opt_state),
-  )
-
-
-class Hidden(Faulty):
-  """The loss is NaN where its metrics and its gradients are finite."""
-
-  def loss_fn(self, params, model_state, batch, rng, is_training):
-    loss, values, new = super().loss_fn(
-      params, model_state, {**batch, 'y': 0 * batch['y']}, rng, is_training
-    )
-    is_bad = jnp.abs(batch['y']).max() > 1e6
-    return loss + jnp.where(is_bad, NAN, 0.0), values, new
 
 
 @pytest.mark.parametrize(
@@ -246,20 +189,23 @@ def test_ignore_and_warn_go_on(mode, caplog):
   # The loss and the gradient show it at once, in one line.
   said = [r for r in caplog.messages if 'are not finite' in r]
   assert len(said) == (mode == 'warn')
-  for named in ('of step 3 ', 'loss = nan', 'grad_norm = nan'):
-    assert all(named in x for x in said)
+  assert all('of step 3 ' in x and 'grad_norm = nan' in x for x in said)
 
 
 @pytest.mark.parametrize(
   ('cls', 'factor', 'sharding'),
-  [(Faulty, NAN, 'ddp'), (Faulty, INF, 'fsdp'), (Steep, 1e18, 'fsdp')],
+  [(Faulty, NAN, 'ddp'), (Steep, 1e18, 'fsdp')],
 )
 def test_skip_keeps_every_bit_and_counts(cls, factor, sharding):
   experiment = make({2: factor, 3: factor, 5: factor}, cls, sharding=sharding)
+  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  bits = lambda x: jax.random.key_data(x) if is_key(x) else x
   digests, counts, totals = [], [], []
   for _ in range(7):
     (row,) = train(experiment, 1, 'skip')
-    digests.append(regression.digest(arrays(experiment.state)))
+    state = experiment.state
+    kept = state.params, state.model_state, state.opt_state
+    digests.append(regression.digest(jax.tree.map(bits, kept)))
     counts.append(np.asarray(experiment.state.skipped).tolist())
     totals.append(int(row['skipped_steps']))
     assert row['nonfinite'] == counts[-1][0]
@@ -269,8 +215,6 @@ def test_skip_keeps_every_bit_and_counts(cls, factor, sharding):
   assert same == [False, True, True, False, True, False]
   assert int(experiment.state.step) == 7
   assert int(experiment.state.opt_state[0].count) == 4
-  leaves = jax.tree.leaves(arrays(experiment.state))
-  assert all(np.isfinite(np.asarray(x)).all() for x in leaves)
 
 
 def test_the_run_of_skipped_steps_survives_a_resume():
@@ -285,68 +229,22 @@ def test_the_run_of_skipped_steps_survives_a_resume():
     train(other, 4, 'skip', most=3)
 
 
-@pytest.mark.parametrize('mode', ['warn', 'skip'])
-def test_steps_without_weight_are_counted_and_warned_of_once(mode, caplog):
+def test_steps_without_weight_are_counted_and_warned_of_once(caplog):
   class Weightless(Faulty):
     def train_input(self):
       for i, rows in enumerate(super().train_input()):
         yield rows | {'weights': np.full(len(rows['y']), i % 2, np.float32)}
 
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      _, values, new = super().loss_fn(
-        params, model_state, batch, rng, is_training
-      )
-      mean = metrics.Mean.of(params['b'].sum() - 1.0, batch['weights'].sum())
-      return mean.compute(), {**values, 'loss': mean}, new
-
-  rows = train(make({}, Weightless), 6, mode)
+  rows = train(make({}, Weightless), 6, 'skip')
   assert [row['loss'] == 0 for row in rows] == [1, 0, 1, 0, 1, 0]
   # A step is judged at the next one.
   counts = [row.get('zero_weight_steps') for row in rows]
   assert counts == [None, 1, 1, 2, 2, 3]
-  assert [x for x in caplog.messages if 'step 1 has a weight' in x]
-  assert sum('has a weight' in x for x in caplog.messages) == 1
+  (said,) = [x for x in caplog.messages if 'has a weight' in x]
+  assert 'step 1 has a weight' in said
 
 
-def test_the_state_is_donated_in_every_mode():
-  for mode in ('raise', 'skip'):
-    experiment = make({0: NAN}, sharding='fsdp')
-    experiment.on_nonfinite = mode
-    state = experiment.state
-    rng = experiment.initialize_train_step_rng(KEY)
-    experiment.step(global_step=0, rng=rng, writer=None)
-    experiment.train_feed.close()
-    big = (state.params, state.model_state, state.opt_state)
-    assert all(x.is_deleted() for x in jax.tree.leaves(big))
-
-
-def test_half_precision_and_mixed_weights_raise_no_false_alarm():
-  class Mixed(Faulty):
-    def init_fn(self, rng):
-      del rng
-      weights = {'a': jnp.ones([4], jnp.float16), 'b': jnp.ones([])}
-      return weights, {}
-
-    def loss_fn(self, params, model_state, batch, rng, is_training):
-      # The gradient is 300, of which float16 cannot hold the square.
-      loss = 300 * params['a'].sum().astype(jnp.float32) + params['b']
-      return loss, {'loss': metrics.Mean.of(loss)}, model_state
-
-    def make_optimizer(self):
-      return optax.sgd(1e-3)
-
-    def step_scalars(self, state, grads, updates):
-      return {'largest': jnp.abs(grads['a']).max()}
-
-  rows = train(make({}, Mixed), 3, 'raise')
-  assert [float(row['largest']) for row in rows] == [300.0] * 3
-
-
-# Warnings.
-
-
-@pytest.mark.parametrize('mode', ['warn', None])
-def test_each_name_is_warned_of_once_with_its_step(mode, caplog):
+def test_each_name_is_warned_of_once_with_its_step(caplog):
   good = {'loss': 1.0, 'new_loss': 2.0, 'acc': NAN}
   rows = [
     good | {'new_loss': NAN},  # As kfac-jax logs it on purpose.
@@ -355,19 +253,12 @@ def test_each_name_is_warned_of_once_with_its_step(mode, caplog):
     good | {'new_loss': NAN, 'loss': np.float32([1, NAN]), 'grad': {'w': -INF}},
     good | {'loss': NAN},
   ]
-  drive(a_guard(mode), rows)
+  drive(a_guard(None), rows)  # As full_experiment has it.
   first, second = caplog.messages
   assert 'of step 1 are not finite: new_loss = nan. ' in first
   for text in ('of step 4 ', 'loss = nan in 1 of 2 entries', 'grad/w = -inf'):
     assert text in second
   assert 'new_loss' not in second
-
-
-def test_a_flag_that_no_scalar_shows_is_warned_of_once(caplog):
-  flagged = a_stand_in(FLAGS_NONFINITE=True)
-  drive(a_guard('warn', flagged), [{'nonfinite': jnp.int32(1), 'acc': 1.0}] * 3)
-  (text,) = caplog.messages
-  assert 'step 1 are not finite' in text
 
 
 def test_reserved_names_are_refused():

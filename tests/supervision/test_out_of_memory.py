@@ -44,19 +44,12 @@ class PerDevice(experiment.AbstractExperiment):
     return {}
 
 
-class Constructor(PerDevice):
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-    allocate_too_much()
-
-
 @pytest.mark.parametrize(
   ('cls', 'row'),
   [
     (Evaluates, ['128', 'B', '_state/params/w', 'float32[8,', '4]']),
     # Two devices: half of the array is on each.
     (PerDevice, ['4', 'KiB', 'params/dense/w', 'float32[2,', '1024]']),
-    (Constructor, ['4', 'KiB', '(unnamed)', 'float32[2,', '1024]']),
   ],
 )
 def test_the_largest_arrays_and_the_remedies_are_listed(cls, row):
@@ -73,15 +66,12 @@ def test_the_largest_arrays_and_the_remedies_are_listed(cls, row):
     assert remedy in note
 
 
-def test_another_error_gets_no_note():
-  for error in (
-    jax.errors.JaxRuntimeError(
-      'RESOURCE_EXHAUSTED: f; No space left on device'
-    ),
-    jax.errors.JaxRuntimeError('INTERNAL: something else'),
-    MemoryError('RESOURCE_EXHAUSTED'),
-  ):
-    with pytest.raises(type(error)) as e:
-      with out_of_memory.explain_oom(None, base_config.get_base_config()):
-        raise error
-    assert not getattr(e.value, '__notes__', [])
+@pytest.mark.parametrize('error', [
+  jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: f; No space left on device'),
+  jax.errors.JaxRuntimeError('INTERNAL: something else'),
+])  # fmt: skip
+def test_another_error_gets_no_note(error):
+  with pytest.raises(jax.errors.JaxRuntimeError) as e:
+    with out_of_memory.explain_oom(None, base_config.get_base_config()):
+      raise error
+  assert not getattr(e.value, '__notes__', [])
