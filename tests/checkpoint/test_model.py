@@ -182,7 +182,8 @@ class Machine(stateful.RuleBasedStateMachine):
       return
     step = data.draw(st.sampled_from(steps[::-1]))
     if is_part:
-      folder = remains.data_of(self.run_dir, step)
+      data = remains.record(self.run_dir, step)['data']
+      folder = self.run_dir / 'checkpoints' / 'data' / data
       harm(max(folder.glob('w/c*')))
       self.protected.pop(step, None)
       if self.best and self.best[1] == self.latest[step]:

@@ -1,6 +1,6 @@
 """Tests of Lingvo's adaptors, on fake generators and on Lingvo's.
 
-`pip install --no-deps lingvo sympy` next to TensorFlow is enough for the latter.
+For Lingvo's, `pip install --no-deps lingvo sympy` next to TensorFlow is enough.
 Lingvo's input ops need a newer C library than some machines have. Here, they
 are replaced, because these tests do not need them.
 """
