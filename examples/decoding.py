@@ -386,12 +386,13 @@ def _beam(
 ) -> Decoded:
   """Beam search, as in Praxis (Google, 2022).
 
-  In each step, every live hypothesis with the likeliest stop appended becomes a
-  finished one. Then the N likeliest next tokens of each live hypothesis, except
-  stops, are scored, and the N best become the live hypotheses of the next step.
-  The N finished hypotheses with the best score / `length_norm` are kept. The
-  search ends when no live hypothesis can become one of them. Without stops, the
-  live hypotheses of the last step are the finished ones.
+  A live hypothesis can continue; a finished one has ended. In each step, each
+  live hypothesis, followed by its likeliest stop, becomes a finished one. Then
+  the search scores the N likeliest next tokens of each live hypothesis, except
+  stops. The N best results are the live hypotheses of the next step. The search
+  keeps the N finished hypotheses with the best score / `length_norm`. It ends
+  when no live hypothesis can become one of these. Without stops, the live
+  hypotheses of the last step are the finished ones.
   """
   size, steps = options.beam_size, options.max_decode_steps
   batch = len(token_R) // size

@@ -128,7 +128,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     self._open()
 
   def begin(self, step: int) -> None:
-    self._saver.keep_data()  # Drop the marks of an earlier evaluation, if any.
+    self._saver.keep_data()  # Drop marks that an earlier evaluation has left.
     state = self.get_experiment_state('latest')
     module = state.get('experiment_module')
     if module is not None and not self._allow_pickle:

@@ -7,9 +7,9 @@ branches of a conditional, only the most expensive one counts.
 TPU compilers change the plain operations:
 
 - Matrix products become convolutions. A batch dimension becomes a spatial
-  dimension with a dilated window, of which only the diagonal meets the input.
-- A collective that overlaps with computation is split into a chain of fusions
-  that all contain it (`chain_id`). The one with `AsyncCollectiveStart` counts.
+  dimension with a dilated window; only the window's diagonal meets the input.
+- A collective that overlaps with computation becomes a chain of fusions that
+  all contain it (`chain_id`). Only the one with `AsyncCollectiveStart` counts.
 - A reduce-scatter may be a fusion of an all-reduce and a dynamic-slice.
 - A run on several slices (pods) has one program per slice, whose devices are
   numbered within the slice. Slices communicate through `send` and `recv` of the
