@@ -131,7 +131,7 @@ class Manifests:
     raw = self.store.read(f'{series}/{step}.json')
     if raw is None:
       raise store_lib.GoneError(
-        f'{name} was removed: the run keeps only the newest. Try again.'
+        f'{name} was removed: a run keeps its newest checkpoints. Try again.'
       )
     found = notes.unpack(name, raw, _MANIFEST)
     if found['step'] != step:

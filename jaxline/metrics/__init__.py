@@ -165,8 +165,8 @@ def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
     if abs(value - mean) > 0.01 * max(map(abs, [value, *values])):
       raise ValueError(
         f'The metric {name!r} of loss_fn is {value:.6g} in a batch of an'
-        f' evaluation, and {values} in its halves; expected their weighted'
-        f' mean, {mean:.6g}. Return metrics.Mean.of(values,'
+        f' evaluation, and {values} in the halves of the batch; expected the'
+        f' weighted mean of these, {mean:.6g}. Return metrics.Mean.of(values,'
         " batch['weights']), or compute the number in reduce_outputs."
       )
 

@@ -34,8 +34,8 @@ def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:
       raise errors.UsageError(
-        f'The ranges are {ranges}, among {len(axes)} keys; expected at least'
-        ' one key, with values. To draw from ranges, set the number of draws.'
+        f'Got {len(axes)} keys, with the ranges {ranges}; expected at least one'
+        ' key, and lists of values. For ranges, set the number of draws.'
       )
     grid = itertools.product(*axes.values())
     return [dict(zip(axes, values, strict=True)) for values in grid]
