@@ -57,8 +57,8 @@ def check_sizes(
   if num_repeats > 1 and num_microbatches < num_stages:
     raise ValueError(
       f'{num_microbatches} microbatches for {num_stages} stages and'
-      f' {num_repeats} repeats: the first microbatch would leave the last stage'
-      ' before all have entered the first stage. Expected at least'
+      f' {num_repeats} repeats: the first stage would need the first microbatch'
+      ' again before the last stage has returned it. Expected at least'
       f' {num_stages} microbatches, or 1 repeat.'
     )
 
