@@ -34,7 +34,7 @@ def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:
       raise errors.UsageError(
-        f'Got {len(axes)} keys, with the ranges {ranges}; expected at least one'
+        f'Got the ranges {ranges}, in {len(axes)} keys; expected at least one'
         ' key, and lists of values. For ranges, set the number of draws.'
       )
     grid = itertools.product(*axes.values())
