@@ -1,7 +1,7 @@
 """The language models of Pax's documents on C4, by name.
 
-Expected: they fit the TPUs for which Pax configured them, by the TPU compiler.
-          We have not trained them.
+Expected: according to the TPU compiler, they fit the TPUs for which Pax
+          configured them. We have not trained them.
 Hardware: the topology of each model, in examples/pax/tasks/lm/params; any
           machine can compile them.
 Time:     10,000,000 steps of at least 1.00 s are 116 days on 4 v4 chips:

@@ -81,7 +81,7 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   config.log_tensors_interval = 50
   config.eval_interval = config.save_checkpoint_interval = 100
   config.best_model_eval_metric = 'loss'
-  # The model memorizes few conversations, and then the held-out loss rises.
+  # The model memorizes a small data set, and then the held-out loss rises.
   config.early_stop = {'metric': 'loss', 'patience': 3}
 
   kwargs.files = f'{_BUNDLED}/counting.jsonl'
@@ -92,7 +92,7 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
   kwargs.eval_batch_size = 8
   kwargs.chat = config_dict.ConfigDict()
   kwargs.chat.train_on = 'assistant'
-  kwargs.chat.too_long = 'cut'  # Its beginning is a conversation, too.
+  kwargs.chat.too_long = 'cut'  # A conversation's beginning is one, too.
   kwargs.chat.messages = 'messages'
   # The next three keys are for lines without messages. Other common names are
   # 'instruction,input' and 'output'.

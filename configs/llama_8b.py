@@ -1,8 +1,8 @@
 """Llama 3 8B: trains 8 billion weights from random initial values.
 
-Expected: not known; we have not run it. By the TPU compiler, it needs 5.95 GiB
-          on each of 64 v5p chips, or 6.05 GiB on each of 64 v6e chips. 1.40 GiB
-          of that is state. Compute bounds the step.
+Expected: not known; we have not run it. According to the TPU compiler, it needs
+          5.95 GiB on each of 64 v5p chips, or 6.05 GiB on each of 64 v6e chips.
+          1.40 GiB of that is state. Compute bounds the step.
 Hardware: 64 chips of v5p or v6e; bfloat16, flash attention.
 Time:     20,000 steps of at least 1.21 s are 7 hours on 64 v5p chips: computed,
           not measured (llama_8b in docs/reference/scale.md).

@@ -1,8 +1,8 @@
 """A language model of 1.1 billion weights, for one large GPU or for TPUs.
 
-Expected: not known; only 10 steps were run, on an H200. By the TPU compiler, it
-          needs 8.2 GiB on each of four v5p chips, 3.0 GiB of it state. Compute
-          bounds the step.
+Expected: not known; we ran only 10 steps, on an H200. According to the TPU
+          compiler, it needs 8.2 GiB on each of four v5p chips. 3.0 GiB of that
+          is state. Compute bounds the step.
 Hardware: one GPU of 80 GB or more (H100, H200); bfloat16, flash attention.
 Time:     0.256 s a step on one H200, measured on 2026-11-27: 20,000 steps are
           1 h 25 min. At least 0.0688 s a step on 4 v5p chips, computed and not

@@ -1,8 +1,9 @@
 """A mixture of experts like Qwen3-30B-A3B: 30 billion weights, 3 active.
 
-Expected: not known; we have not run it. By the TPU compiler, it needs 11.9 GiB
-          on each of 64 v5p chips, or 11.8 GiB on each of 64 v6e chips. 5.3 GiB
-          of that is state. Compute bounds the step on v5p, memory on v6e.
+Expected: not known; we have not run it. According to the TPU compiler, it needs
+          11.9 GiB on each of 64 v5p chips, or 11.8 GiB on each of 64 v6e chips.
+          5.3 GiB of that is state. Compute bounds the step on v5p, memory on
+          v6e.
 Hardware: 64 chips of v5p or v6e; bfloat16, flash attention.
 Time:     20,000 steps of at least 0.666 s are 3.7 hours on 64 v5p chips:
           computed, not measured (moe_30b in docs/reference/scale.md).

@@ -10,12 +10,12 @@ contract:
 - `tokens_BL` is int32. The tokens of row b have the positions `start_B[b]`,
   `start_B[b] + 1` and so on; `start_B` is int32 [B].
 - `cache` is a pytree of arrays, in which the rows are the axis `cache_axis`
-  (examples/lm: [B, G, M, K], axis 0). It is returned with the same shapes and
-  types. The function writes the data of these tokens that later ones need, such
-  as keys and values, at their positions, over earlier content. A token sees no
-  positions after its own, because they may hold padding. There are
+  (examples/lm: [B, G, M, K], axis 0). The function returns it with the same
+  shapes and types. At the positions of the given tokens, it overwrites the data
+  that later tokens need, such as keys and values. A token sees no positions
+  after its own, because they may hold padding. There are
   T + max_decode_steps - 1 positions. If an encoder has an output for each row,
-  put it into the cache too, because rows are repeated and reordered along
+  put it into the cache too, because decoding repeats and reorders rows along
   `cache_axis`.
 - `logits_BLV` is float32: the logits of the token after each given one.
 - The function is pure. It is traced twice: for the prompts, with L = T - 1 and
@@ -59,11 +59,11 @@ class Options:
       token.
     top_k: for 'sample': draw from this number of likeliest tokens (Fan et al.,
       2018); 0 means all. 40 is the default of Pax.
-    top_p: for 'sample': of these tokens, draw from the smallest set whose
-      probabilities sum to at least `top_p` (Holtzman et al., 2020). The
-      probabilities are normalized over these tokens before the temperature is
-      applied, as in Praxis. Several other libraries apply the temperature
-      first, which keeps fewer tokens if it is below 1 and more if above.
+    top_p: for 'sample': of the `top_k` tokens, draw from the smallest set whose
+      probabilities sum to at least `top_p` (Holtzman et al., 2020). As in
+      Praxis, these are probabilities among the `top_k` tokens, before the
+      temperature is applied. Several other libraries apply the temperature
+      first: one below 1 then keeps fewer tokens, and one above 1 more.
     num_samples: for 'sample': number of continuations of each prompt.
     sort_samples: for 'sample': whether to sort the continuations of a prompt by
       score, the best first, as Praxis does. Without sorting, each single
@@ -72,8 +72,8 @@ class Options:
     length_norm_alpha: for 'beam': see `length_norm`; 0 favors short ones.
     stop_ids: tokens that end a continuation. If there are any, 'beam' returns
       only continuations that end with one of them.
-    scores: whether to return scores even if decoding does not need them, which
-      costs one more pass over the vocabulary per token. Otherwise they are 0.
+    scores: whether to compute scores even if decoding does not need them. They
+      cost one more pass over the vocabulary per token. If False, they are 0.
   """
 
   method: str
@@ -320,9 +320,9 @@ def choices(
     options: how to decode.
 
   Returns:
-    The candidates' logits [K], divided by the temperature, and -inf for tokens
-    that `top_p` excludes; and the candidates, int32 [K]. K is `top_k`, or V. Of
-    equally likely tokens, the first are taken.
+    The logits of the candidates, [K], and the candidates, int32 [K]. The logits
+    are divided by the temperature, and -inf for tokens that `top_p` excludes. K
+    is `top_k`, or V. Of equally likely tokens, the first are taken.
   """
   size = len(logits_V)
   if not options.top_k and options.top_p == 1:
@@ -386,12 +386,13 @@ def _beam(
 ) -> Decoded:
   """Beam search, as in Praxis (Google, 2022).
 
-  In each step, every live hypothesis with the likeliest stop appended becomes a
-  finished one. Then the N likeliest next tokens of each live hypothesis, except
-  stops, are scored, and the N best become the live hypotheses of the next step.
-  The N finished hypotheses with the best score / `length_norm` are kept. The
-  search ends when no live hypothesis can become one of them. Without stops, the
-  live hypotheses of the last step are the finished ones.
+  A live hypothesis can continue; a finished one has ended. In each step, each
+  live hypothesis, followed by its likeliest stop, becomes a finished one. Then
+  the search scores the N likeliest next tokens of each live hypothesis, except
+  stops. The N best results are the live hypotheses of the next step. The search
+  keeps the N finished hypotheses with the best score / `length_norm`. It ends
+  when no live hypothesis can become one of these. Without stops, the live
+  hypotheses of the last step are the finished ones.
   """
   size, steps = options.beam_size, options.max_decode_steps
   batch = len(token_R) // size

@@ -8,8 +8,8 @@ tensor is needed. The arithmetic is Flax's (`flax.linen.fp8_ops`), which XLA
 turns into FP8 products on GPUs that have them. On other devices, XLA widens the
 rounded operands: the results are the same, but there is no speedup.
 
-A product has three scales and three histories of magnitudes, one pair each for
-the input, the weight and the gradient. They are parameters, so repeated layers
+A product has a scale and a history of magnitudes for each of the input, the
+weight and the gradient. Scales and histories are parameters, so repeated layers
 stack and scan them like weights. But an optimizer must not see them, because
 their "gradient" is their next value. `split` separates them from the weights,
 and `merge` puts them back.

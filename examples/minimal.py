@@ -49,7 +49,7 @@ class Experiment(sharded.ShardedExperiment):
     self.config = base_config.read(Config, config)
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
-    # Create the weights and name their axes, by which they are sharded.
+    # Create the weights and name their axes. Sharding uses these names.
     c, vocab = self.config, text.VOCABULARY_SIZE
     in_CVF = jax.random.normal(rng, [c.context, vocab, c.hidden])
     # Start with zeros, so that all bytes are equally likely.

@@ -10,8 +10,8 @@ There are two layouts of the slots:
 
 * Without a capacity, no token is dropped. The slots are sorted by expert, and a
   grouped product multiplies each slot by its expert's matrix. It is
-  `lax.ragged_dot`, or on CPU, where that is slow, a loop over blocks of slots,
-  each of one expert.
+  `lax.ragged_dot`. On a CPU, where that is slow, it is a loop over blocks of
+  slots; all slots of a block have the same expert.
 * With a capacity, each expert has the same number of slots in each row, and
   drops the tokens that come later in the row (Lepikhin et al., "GShard", 2020).
   The products are dense.
@@ -199,8 +199,8 @@ def mix(
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
-  # Devices add up their results, so they must have the same rows. But the
-  # config's rules may split rows and matrices over the same axis.
+  # Devices that add up their results must have the same rows. So drop axes that
+  # split rows too, unless all axes of `experts` do (then devices send data).
   if not set(experts) <= set(rows) and set(experts) & set(rows):
     experts = ()
   mlp = tuple(axis for axis in mlp if axis not in rows)

@@ -105,7 +105,7 @@ class Experiment(sharded.ShardedExperiment):
   ) -> sharded.LossOutput:
     """Returns the mean squared error of the velocity at random times.
 
-    `rng` is the same in each evaluation, so their losses are comparable.
+    All evaluations get the same `rng`, so their losses are comparable.
     """
     del is_training
     x_BD = batch['x']

@@ -1,9 +1,9 @@
 """Trains and evaluates an image classifier in the per-device style of JAXline.
 
-In this style, the training state is a few attributes with a leading axis of
-local devices, which `CHECKPOINT_ATTRS` names. `step` calls one function that
-`jax.pmap` runs on all devices at once. The pure functions `update` and
-`evaluate_batch` below run under pmap.
+In this style, `CHECKPOINT_ATTRS` names the attributes that hold the training
+state. Their arrays have a leading axis of local devices. `step` calls one
+function that `jax.pmap` runs on all devices at once. The pure functions
+`update` and `evaluate_batch` below run under pmap.
 
 Shapes: D local devices, B images per device, H rows, W columns, C channels, K
 classes. Inside a pmap, there is no D.

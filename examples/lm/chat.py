@@ -4,8 +4,8 @@
 
 An answer appears as the model writes it. Ctrl-C ends the answer; Ctrl-D ends
 the program; /reset starts a new conversation. If a conversation leaves no room
-for an answer of `max_decode_steps` tokens, its oldest turns are dropped. A run
-without a chat template continues each line as text and forgets it afterwards.
+for an answer of `max_decode_steps` tokens, the program drops the oldest turns.
+A run without a chat template continues each line as text, then forgets it.
 """
 
 import argparse

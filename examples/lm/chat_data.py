@@ -3,8 +3,8 @@
 A line is `{"messages": [{"role": "user", "content": "Hi"}, ...]}`, or has texts
 or messages under other keys (`Options`), or two answers, `chosen` and
 `rejected`. The chat template in the folder of the tokenizer.json renders it.
-Each line is one document of the token cache. Its tokens are stored as codes:
-2 * token, plus 1 if the token trains.
+Each line is one document of the token cache. The cache stores codes instead of
+tokens: 2 * token, plus 1 if the token trains, that is, has weight in the loss.
 
 Shapes: B rows of this host, L tokens of a row, T tokens of a conversation.
 """
@@ -48,7 +48,7 @@ class Options:
     train_on: 'assistant' trains the answers, each with the token that ends it;
       'all' trains every token.
     too_long: 'cut' keeps the beginning of a conversation that is longer than a
-      row; 'leave_out' drops it. A line with two answers is always dropped.
+      row; 'leave_out' drops it. Both drop a long line with two answers.
     messages: the key of the messages. The keys below are for lines without it.
     system: the key of the system's text, which a line may lack.
     user: the keys of the user's text, such as 'instruction,input'.
@@ -199,7 +199,7 @@ class Codes(tokenization.Tokenizer):
     begin_T, end_T = np.array(offsets).T
     for begin, end in spans:
       trains_T |= (begin_T < end) & (end_T > begin)
-    # A block may end before the token that ends the turn.
+    # A `generation` block may end before the token that ends the turn.
     trains_T[1:] |= is_stop_T[1:] & trains_T[:-1]
     turns = [i for i, x in enumerate(messages) if x['role'] == 'assistant']
     # A greeting does not train, because no template shows where it begins.

@@ -203,7 +203,7 @@ class Experiment(experiment.Experiment):
     )
 
   def _questions(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the tokens before a last answer, and those of the answer."""
+    """Yields tokens: a prompt, and the answer that ends the conversation."""
     documents, left = self.corpus.eval, self.config.samples
     most = self.config.model.max_length - self.config.sample_length
     for document in range(len(documents.names) if left else 0):

@@ -60,7 +60,7 @@ _BEGIN, _END = '\udc00', '\udc01'
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-  """Turns any error inside into a `UsageError`, which names `what` was read."""
+  """Turns errors in the context into a `UsageError` that begins with `what`."""
   try:
     yield
   except (errors.UsageError, ImportError):
@@ -133,7 +133,7 @@ def is_of(folder: Path | None, vocab_size: int) -> bool:
 def _names(folder: pathlib.Path) -> tuple[list[str], list[str]]:
   """Returns the files to copy and the files to leave out, without weights."""
   names: tuple[list[str], list[str]] = [], []
-  # Links out of the cache may lead anywhere, and an export may be published.
+  # Other links may lead to secrets, and an export may be published.
   base = folder.resolve()
   targets = base, base.parent.parent / 'blobs'
   for path in sorted([*folder.iterdir(), *folder.glob(f'{TEMPLATES}/*')]):
@@ -251,7 +251,7 @@ def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
   """Returns the special tokens by name, and all tokens to add if missing."""
   values = read_json(folder, _TOKENIZER_CONFIG)
   added = values.get('added_tokens_decoder')
-  if added is None:  # Only old folders need the other file.
+  if added is None:  # Only old folders need this second file.
     values = {**values, **read_json(folder, 'special_tokens_map.json')}
   extra = values.get('extra_special_tokens')
   extra = extra or values.get('additional_special_tokens') or []

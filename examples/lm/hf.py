@@ -149,10 +149,10 @@ _MAX_ERROR = 1e-3
 _PROMPTS = 'The first', 'naïve  中文 \n', 'def f(x):\n\treturn'
 _DTYPES = 'F32', 'F16', 'BF16'
 _MAX_FILE = 5 * 10**9  # Most bytes per file of an export, as in transformers.
-# The table of names. Each row has our weight, its axes (N is layers), the axes
-# of the tensor (HK is H and K merged), the tensor's name, and the words that
-# replace * in that name, one for each index along S. # is the index along E.
-# `_words` replaces names in capitals.
+# The table of names. Its columns: our weight; its axes (N is layers); the axes
+# of the tensor (HK is H and K merged); the tensor's name; and the words that
+# replace * in this name, one for each index along S. In a name, # stands for
+# the index along E. `_words` replaces words in capitals.
 _NAMES = """
 embedding/tokens              VD     V,D   model.embed_tokens.weight
 embedding/output              VD     V,D   lm_head.weight
@@ -756,8 +756,8 @@ def _as_imported(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns parts of `config.json`, and `generation_config.json`, of a folder.
 
-  The former have no options of the model. If the run and the folder have
-  different stops, both results get the stops of the run.
+  The parts of `config.json` have no options of the model. If the run and the
+  folder have different stops, both results get the stops of the run.
   """
   original = folder.read_json(source, folder.CONFIG)
   kept = {*_NO_EFFECT.split(), 'eos_token_id'} - {'dtype', 'torch_dtype'}

@@ -139,7 +139,7 @@ class Experiment(sharded.ShardedExperiment):
     rng: jax.Array,
     is_training: bool,
   ) -> sharded.LossOutput:
-    """Returns the sum of both losses; in evaluation, minus the mean return.
+    """Returns the sum of both losses or, in evaluation, minus the mean return.
 
     A row of the batch stands for a transition to draw from the buffer or, in
     evaluation, for an episode.

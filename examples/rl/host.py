@@ -1,8 +1,8 @@
 """DDPG with the environments and the replay buffer in host memory.
 
-It shows how to train with an environment that JAX cannot compile, such as one
-from Gym. The pendulum in NumPy stands in for one. Each step waits for the
-previous one, because it acts with the weights of that step.
+This shows how to train with an environment that JAX cannot compile, such as one
+from Gym. A pendulum in NumPy serves as the example. Each step acts with the
+weights of the previous step, and so has to wait for it.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class Experiment(experiment.Experiment):
     feed_config = self.train_feed.config
     self.train_feed = _Feed(self.train_input, self.partitioner, feed_config)
     self._actor = jax.jit(self.actor.apply)
-    self._host: Any = None  # The first step creates it, or it is restored.
+    self._host: Any = None  # The first step or a restore creates it.
 
   def init_fn(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns the weights and the target networks."""

@@ -21,10 +21,9 @@ from jaxline.run_directory import logs
 from . import run_id
 
 _lock = threading.Lock()
-# The open run of each directory, and the number of its writers: training and
-# evaluation write to the same run.
+# Maps a directory to its open run, to which training and evaluation write.
 _runs: dict[str, Any] = {}
-_users: dict[str, int] = {}
+_users: dict[str, int] = {}  # Maps a directory to the number of its writers.
 
 
 @writers.register('wandb')

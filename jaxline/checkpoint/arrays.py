@@ -1,10 +1,10 @@
 """Reads and writes arrays as chunked Zarr 3, with a checksum for each chunk.
 
-An array is stored without compression in a folder, with one object for each
-chunk, called a part in this module, and a `zarr.json` for other programs. Next
-to the folders, `_METADATA` lists all arrays for Orbax. The manifest describes
-each array by its shape, its type, the shape of its parts and the CRC-32C of
-each part. Each part is read once, and verified in the same pass.
+Each array has a folder with uncompressed chunks, one object each, and a
+`zarr.json` for other programs. This module calls a chunk a part. Next to the
+folders, `_METADATA` lists all arrays for Orbax. The manifest describes each
+array by its shape, its type, the shape of its parts and the CRC-32C of each
+part. A restore reads each part once, and verifies it in the same pass.
 """
 
 import base64
@@ -101,10 +101,10 @@ def _copy(x: Any, pool: futures.Executor) -> futures.Future[np.ndarray]:
   if isinstance(x, jax.Array) and not (
     x.is_fully_replicated and next(iter(x.devices())).platform == 'cpu'
   ):
-    # `asarray` copies from other devices, and joins several shards in a copy.
+    # `asarray` makes a copy: from a different device, or of joined shards.
     return pool.submit(np.asarray, x, order='C')
   source = np.asarray(x)
-  # Allocate in this thread: memory of ended threads stays fragmented.
+  # Allocate here: memory that the pool's threads allocate stays fragmented.
   return pool.submit(_fill, np.empty(source.shape, source.dtype), source)
 
 
@@ -227,8 +227,8 @@ _TYPE = keys.Check(
   'a type of Zarr',
   lambda x: bool(_TYPES.fullmatch(x)) and jnp.dtype(x).name == x,
 )
-# The forms of descriptions in a manifest: DESCRIBED of an array in a folder,
-# SMALL of an array that the manifest itself contains (see `contents`).
+# The forms of descriptions in a manifest. DESCRIBED describes an array in a
+# folder, SMALL an array that the manifest itself contains (see `contents`).
 DESCRIBED = keys.record(
   _is_written,
   file=keys.text('the name of a folder', metadata.FOLDER.pattern),
@@ -260,7 +260,7 @@ def _start(
   if split is not None:
     indices = split.addressable_devices_indices_map(shape).values()
   buffers: dict[str, tuple[list[tuple[int, int]], np.ndarray]] = {}
-  # Several devices may hold the same index. (Slices are not hashable.)
+  # Devices with the same index share a buffer. (Slices are not hashable.)
   for key, index in {str(i): i for i in indices}.items():
     bounds = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
     buffers[key] = bounds, np.empty([high - low for low, high in bounds], dtype)
@@ -422,7 +422,7 @@ def num_bytes(about: Mapping[str, Any]) -> int:
 def saved_shape(about: Mapping[str, Any]) -> str:
   """Returns the type and the shape of a described array as text."""
   if 'key' in about:
-    # The last axis is part of each key.
+    # The last axis holds the numbers of a single key.
     return f'{_key_of(about).dtype}{about["shape"][:-1]}'
   return f'{about["dtype"]}{about["shape"]}'
 

@@ -216,7 +216,7 @@ class Checkpoint:
   @property
   def record(self) -> dict[str, Any]:
     """The manifest (see `Manifests.read`)."""
-    # In Python 3.11, all checkpoints would share the lock of cached_property.
+    # Not a cached_property: in Python 3.11, all checkpoints would share a lock.
     if self._record is None:
       self._record = self.manifests.read(self.series, self.step)
     return self._record
@@ -297,7 +297,7 @@ class Checkpoint:
     return {key: self._decode(described[key], arrays) for key in keys}
 
   def snapshot(self, module: Any) -> dict[str, Any]:
-    """Reads an experiment's snapshot; unwanted arrays are left as shapes."""
+    """Reads a snapshot; arrays that `wants_restored` rejects stay abstract."""
     template, wants = module.snapshot_template(), module.wants_restored
     self._module = module
     saved = {

@@ -1,8 +1,8 @@
 """The durable checkpointer: keeps checkpoints on a disk or in a bucket.
 
 `restore` takes the newest manifest, compares the configs, checks that the
-checkpoint fits the experiment, and reads and verifies each part once. If a part
-is damaged, all processes use the previous checkpoint. `saving` writes them.
+checkpoint fits the experiment, and reads and verifies each chunk once. If one
+is damaged, all processes use the previous checkpoint. Saving is in `saving`.
 """
 
 from collections.abc import Callable, Collection
@@ -36,8 +36,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
   """
 
   directory: directory_lib.DurableDirectory
-  _declared = stateful.Stateful  # The default until the class is known.
-  # Returns an experiment that is `Stateful`.
+  _declared = stateful.Stateful  # The experiment's class, once it is known.
+  # Converts an experiment to a `Stateful` one. Callers replace the default.
   complete: Callable[[Any], Any] = staticmethod(lambda module: module)
 
   def __init__(self, config: config_dict.ConfigDict, mode: str):
@@ -50,7 +50,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     self._allow_pickle = bool(config.checkpoint_allow_pickle)
     self._live = threading.local()
     self._saving: futures.Future[None] | None = None
-    # Record it now, because constructing the experiment may change the config.
+    # Record the config now: constructing the experiment may change it.
     recorded = config_record.recorded(config)
     self.directory = directory_lib.DurableDirectory(config, recorded, mode)
     self._open()
@@ -128,14 +128,14 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     self._open()
 
   def begin(self, step: int) -> None:
-    self._saver.keep_data()  # Drop the marks of an earlier evaluation, if any.
+    self._saver.keep_data()  # Drop marks that an earlier evaluation has left.
     state = self.get_experiment_state('latest')
     module = state.get('experiment_module')
     if module is not None and not self._allow_pickle:
       contents.check_storable(state, self.complete(module))
     if jax.process_index() == 0:
       # Later checkpoints are damaged: an intact one would have been restored.
-      # Delete them before `begin`, after which evaluations expect new ones.
+      # Delete them before `directory.begin`: then evaluations expect new ones.
       later = [found for found in self.steps('latest') if found > step]
       self._manifests.delete_manifests('latest', later)
       self.directory.thread.put(self._saver.clean)
@@ -190,7 +190,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     begins = step is None and self._forks(ckpt_series)
     if begins and not self.has_any(ckpt_series):
       source, entries = self._read_foreign(state, module)
-      # Record the step too: the source may continue, and replay needs the step.
+      # Replay needs the step too: the source may save newer checkpoints.
       directory.recorded['restore_from'] = ':'.join(source.rsplit('/', 1))
     else:
       found, entries = self._read_own(ckpt_series, step, state, module)
@@ -215,8 +215,8 @@ class DurableCheckpointer(protocol.FullCheckpointer):
     """
     # Maps each evaluated step to its data; '' if it had no checkpoint.
     evaluated: dict[int, str] = {}
-    # Steps that were restored or found damaged since the last start of
-    # training. Only a restarted training saves a step again.
+    # Steps that were restored or found damaged. A new start of training clears
+    # them, because it may save the same steps again.
     looked_at: set[int] = set()
     begun: Any = ''
     store = self._manifests.store
@@ -324,11 +324,11 @@ class DurableCheckpointer(protocol.FullCheckpointer):
         found = self.checkpoint(series, at)
         if series == 'latest':
           self._saver.keep_data([found.record['data']])
-          # Read the manifest again: if it still exists, the mark is in time.
+          # Read the manifest again. If it still exists, the mark is in time.
           found = self.checkpoint(series, at)
         restoring.check_config(found, self.directory, self._declared)
         with found.reading():
-          # Only the best value is restored, but without its weights it is void.
+          # This restores only the best value; it is void without its weights.
           if state.get('experiment_module') is None:
             arrays.verify(found.data, found.described, reads=False)
           return found, self._read(found, state, module)

@@ -6,9 +6,9 @@ In a notebook:
   inspection.find('runs/a:4000').arrays('state/params/.*')
   inspection.main(['verify', 'runs/a'])
 
-A place is the directory of a run, its gs:// or s3:// address, or a series in it
-(runs/a/checkpoints/best). Append :STEP to choose a step. Without a step, a
-place means the newest checkpoint of `latest` or, if there is none, of `best`.
+A place is a run's directory, its gs:// or s3:// address, or a series in it
+(runs/a/checkpoints/best). Append :STEP to choose a step. Else `ls` and `verify`
+use all checkpoints, and other commands the newest of `latest`, else of `best`.
 
 The commands change, claim and unpickle nothing. They exit with code 0 on
 success, 1 if `verify` finds damage, and 2 on any other error.
@@ -113,7 +113,7 @@ def list_run(where: Place, series: str | None = None) -> list[dict[str, Any]]:
       row['metrics'] |= metrics[step]
     except store_lib.GoneError:
       continue
-    except ValueError as e:  # It is damaged, or has a different version.
+    except ValueError as e:  # The manifest is damaged or of a different format.
       row['problem'] = str(e)
     rows.append(row)
   return rows

@@ -131,7 +131,7 @@ class Manifests:
     raw = self.store.read(f'{series}/{step}.json')
     if raw is None:
       raise store_lib.GoneError(
-        f'{name} was removed: the run keeps only the newest. Try again.'
+        f'{name} was removed: a run keeps its newest checkpoints. Try again.'
       )
     found = notes.unpack(name, raw, _MANIFEST)
     if found['step'] != step:
@@ -146,9 +146,9 @@ class Manifests:
   ) -> None:
     """Writes a manifest, which makes the checkpoint visible.
 
-    A manifest of `best` is reverted if this process loses the right to write,
-    or if the data is lost. (No process collects the data of `latest`.) Reading
-    all parts would take too long, so only a restore verifies their checksums.
+    It reverts a manifest of `best` if this process has lost the right to write,
+    or if the data is lost. (No process collects the data of `latest`.) It does
+    not verify checksums, which would take too long; a restore does.
 
     `check` raises an error if the right to write is lost.
 
@@ -168,7 +168,7 @@ class Manifests:
         f'{self.store}/{key} already exists: another run writes in this'
         ' directory. Nothing was saved.'
       )
-    if series == 'latest':  # A process that took over may continue from it.
+    if series == 'latest':  # Keep it: the new owner may continue from it.
       return check(renews=False)
     try:
       check(renews=False)
@@ -184,7 +184,7 @@ class Manifests:
     """Raises DamagedError if data is damaged, or is being deleted."""
     data = manifest['data']
     try:
-      # Check in this order: doomed data is deleted first, then its doom.
+      # The collector deletes doomed data first, then its entry in doomed/.
       if self.store.names(f'doomed/{data}'):
         raise store_lib.DamagedError('it is being deleted')
       place = self.store.below(f'data/{data}')
@@ -223,8 +223,8 @@ class Manifests:
   def collect_garbage(self, data: Iterable[str] = ()) -> None:
     """Deletes the data of deleted manifests, and `data`, if nothing names it.
 
-    List `data` before the call: writers mark data before they write it. The
-    first look finds unnamed data to doom; the second decides (see the module).
+    Writers mark data before they write it, so the marks of the listed `data`
+    exist by now. The first look finds data to doom; the second look decides.
     """
     self._gc_candidates |= {*filter(_DATA.fullmatch, data)}
     if not self._gc_candidates:
@@ -246,7 +246,7 @@ class Manifests:
     """Returns the candidates that nothing names, and the data that is marked.
 
     Marks are read before `best`, because an evaluation drops its mark when
-    `best` names the data. If a mark, or a manifest of one of these steps, is
+    `best` names the data. If a mark, or a manifest of a candidate's step, is
     not readable, all candidates count as marked.
     """
     marked, named = set[str](), set[str]()

@@ -77,7 +77,7 @@ class FullCheckpointer(Checkpointer):
   `Checkpointer` into one.
 
   Attributes:
-    directory: the notes, logs and claims. If it `keeps` them, all hosts save.
+    directory: the notes, logs and claims. If `keeps` is True, all hosts save.
   """
 
   directory: directory_lib.RunDirectory

@@ -89,8 +89,8 @@ def place(
 ) -> dict[str, Any]:
   """Puts restored entries onto the devices of the live entries.
 
-  The step keys of the per-device style are equal rows, one per local device, so
-  their number changes with the number of devices.
+  In the per-device style, the random key of a step has an equal row for each
+  local device, so the number of rows may differ.
 
   Args:
     entries: the restored entries.
@@ -108,7 +108,7 @@ def place(
     if isinstance(value, np.ndarray):
       value = jnp.asarray(value)
     got = getattr(value, 'dtype', type(value).__name__), np.shape(value)
-    # A raw key has an axis of its own numbers; a typed key has none.
+    # A raw key has one more axis than a typed key, for its numbers.
     rows = live.ndim - (not arrays.is_key(live))
     if got[0] == live.dtype and rows == 1 and got[1][1:] == live.shape[1:]:
       value = jnp.broadcast_to(value[:1], live.shape)

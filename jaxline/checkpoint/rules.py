@@ -45,7 +45,7 @@ def match_rules(
 
 
 # Names of Optax's schedule states, not all of which are public. States with
-# moments, such as Adam's, are missing: their count corrects the moments.
+# moments, such as Adam's, do not belong here: their count corrects the moments.
 _SCHEDULES = (
   'AddNoiseState',
   'InjectHyperparamsState',

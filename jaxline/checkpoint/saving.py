@@ -1,8 +1,8 @@
 """Writes checkpoints in the background, and removes old ones.
 
-`write` is given a copy of the state in host memory (`contents`). It waits until
+`write` takes a copy of the state in host memory (`contents`). It waits until
 the logs are on disk, writes the arrays as new data (`arrays`) and, as the last
-file, the manifest. `apply_retention` removes checkpoints, and collects data
+file, the manifest. `apply_retention` removes checkpoints, and deletes data
 that no manifest names (`manifests`).
 """
 
@@ -140,7 +140,7 @@ class Saver:
       self._mark.write(data=sorted(data))
     else:
       self._mark.stop()
-    # Data that was marked before may have been kept by its mark alone.
+    # Perhaps only the earlier mark kept its data.
     self.manifests.collect_garbage(self._marked - {*data})
     self._marked = {*data}
 

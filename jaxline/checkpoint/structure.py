@@ -81,7 +81,7 @@ def encode(
   if cls is dict:
     ordered = list(x)
     with contextlib.suppress(TypeError):
-      # Use JAX's order, so that equal names get the numbers of `named_leaves`.
+      # Use JAX's order, in which `named_leaves` numbers equal names.
       ordered = sorted(x)
     values = {key: walk(x[key], str(key)) for key in ordered}
     return {'dict': [[walk(key, f'keys/{key!s}'), values[key]] for key in x]}
@@ -187,7 +187,7 @@ def decode(
       case 'jax':
         return arrays[body] if on_host else jax.numpy.asarray(arrays[body])
       case 'numpy':
-        # Copy a view of JAX's memory, because experiments may write into it.
+        # This copies a read-only view of JAX's memory: experiments may write.
         return np.require(arrays[body], requirements='W')
       case 'scalar':
         return np.asarray(arrays[body])[()]
@@ -267,7 +267,7 @@ def _find(address: str) -> Any:
 
 
 def _kind(cls: type) -> str | None:
-  """Returns the tag of a class's instances, or None without a description."""
+  """Returns the tag of a class's instances; None means no description."""
   if issubclass(cls, tuple) and hasattr(cls, '_fields'):
     return 'namedtuple'
   if cls in tree_util._registry:

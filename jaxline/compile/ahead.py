@@ -138,8 +138,8 @@ def _target(
     chip, _ = chips.parse_topology(config.topology)
     return chips.topology_devices(config.topology, config.num_slices), chip
   devices = jax.devices()
-  # JAX reserves a part of a GPU's memory and reports its size, unless it is
-  # configured not to reserve any.
+  # On a GPU, `bytes_limit` is the size of the memory that JAX reserves. It is
+  # missing if JAX is configured not to reserve any.
   stats = jax.local_devices()[0].memory_stats() or {}
   known = chips.chip_of(devices[0])
   if known is None:

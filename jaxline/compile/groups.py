@@ -76,8 +76,8 @@ def _replica_groups(i: hlo.Instruction, num_devices: int) -> list[list[int]]:
     return _braces(listed[1]) or [list(range(num_devices))]
   if iota := re.match(r'\[(\d+),\d+\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
     return _iota(iota[2]).reshape(int(iota[1]), -1).tolist()
-  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4} means, of axis b,
-  # the part of size 4 with 2 positions outside it.
+  # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4} means axis a and,
+  # of axis b, the part of size 4 with 2 positions outside it.
   mesh = re.match(
     r'mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}', text
   )

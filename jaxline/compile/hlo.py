@@ -23,7 +23,7 @@ _INSTRUCTION = re.compile(
   r'\s+(ROOT )?%?(?P<name>[\w.\-]+) = (.*?)'
   r' (?P<opcode>[a-z][\w\-]*)\((?P<arguments>[^)]*)\)(?P<attributes>.*)'
 )
-# The names of the rest, such as s4, bf16 and f8e4m3fn, contain their bits.
+# Names of unlisted types, such as s4, bf16 and f8e4m3fn, contain their bits.
 _BITS = {'pred': 8, 'token': 0, 'opaque': 0}
 _HOST_MEMORY = 5  # This is S(5) in a layout, on every platform.
 

@@ -7,11 +7,11 @@ branches of a conditional, only the most expensive one counts.
 TPU compilers change the plain operations:
 
 - Matrix products become convolutions. A batch dimension becomes a spatial
-  dimension with a dilated window, of which only the diagonal meets the input.
-- A collective that overlaps with computation is split into a chain of fusions
-  that all contain it (`chain_id`). The one with `AsyncCollectiveStart` counts.
+  dimension with a dilated window; only the window's diagonal meets the input.
+- A collective that overlaps with computation becomes a chain of fusions that
+  all contain it (`chain_id`). Only the one with `AsyncCollectiveStart` counts.
 - A reduce-scatter may be a fusion of an all-reduce and a dynamic-slice.
-- Each slice (in the sense of several pods) runs a program whose devices are
+- A run on several slices (pods) has one program per slice, whose devices are
   numbered within the slice. Slices communicate through `send` and `recv` of the
   MegaScale runtime, which name slices and physical devices.
 """
@@ -41,7 +41,7 @@ _FREE = {
   'parameter', 'partition-id', 'replica-id', 'tuple', 'while',
 }  # fmt: skip
 _FREE_CALLS = {'AllocateBuffer', 'ConcatBitcast'}
-# Maps in-place updates to the operand that is written. `scatter` reads it too.
+# The operand with the new values. (`scatter` reads the values it replaces too.)
 _UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 _SLICES = ('dynamic-slice', 'gather', 'slice')
 # Pallas and similar tools make kernels with these custom calls.
@@ -57,7 +57,7 @@ class Traffic:
   kind: str  # The HLO name, such as 'all-gather'.
   axes: tuple[str, ...]  # The mesh axes along which the groups extend.
   count: int
-  # The sum of the larger of operand and result, per device.
+  # Each collective counts the larger of its operand and its result, per device.
   bytes: float
   wire_bytes: float  # The bytes that the best algorithm sends.
   dcn_bytes: float  # The part of `wire_bytes` that leaves the device's slice.
@@ -364,7 +364,7 @@ def _collective(i: hlo.Instruction) -> tuple[str, int]:
 
 
 def _sent_parts(kind: str, n: int, slices: int) -> tuple[float, float]:
-  """Returns the fraction of bytes to send, and its fraction between slices."""
+  """Returns the share of bytes to send, and the part of it between slices."""
   # Assume that XLA uses the algorithm that sends the fewest bytes (Patarasuk
   # and Yuan 2009), which works first within slices and then between them.
   if kind in ('all-reduce', 'all-gather', 'reduce-scatter'):

@@ -57,7 +57,7 @@ def buffers(assignment: str, module: hlo.Module) -> tuple[int, list[Buffer]]:
 
   Temporaries share memory at different times. The list has the largest ones
   that do not overlap, which mostly fill the memory at its peak. `module` is the
-  program, which has their names.
+  program, whose instructions have the buffers' names.
   """
   instructions = {
     name: instruction

@@ -49,9 +49,8 @@ class Roofline:
 
   # The times of 'compute', 'memory', 'ICI' and 'DCN', each at its peak rate.
   seconds: Mapping[str, float]
-  # Model FLOPs utilization if all four overlap completely, and if none does.
-  mfu_bound: float
-  mfu_sum: float
+  mfu_bound: float  # Model FLOPs utilization if all four overlap completely.
+  mfu_sum: float  # Model FLOPs utilization if none of them overlap.
 
 
 def roofline(

@@ -30,7 +30,7 @@ from jaxline.parallel import mesh
 def input_maker(
   config: Any, split: str, eval_set: str | None = None
 ) -> Callable[..., Any]:
-  """Returns a function that makes an experiment's input without its weights.
+  """Returns a function that makes an experiment's input, but no weights.
 
   The function takes a shard if the experiment's method does.
   """

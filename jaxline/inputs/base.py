@@ -80,7 +80,7 @@ class BaseInput:
     infeed_host_index: Index of this host; None means the shard's index.
     input_random_seed: Seed of the order of the data and of all its random
       numbers. None means 0 in evaluation or if the position is saved.
-      Otherwise all hosts use a new common random seed at each start.
+      Otherwise each start draws a random seed, which all hosts share.
     is_training: Whether the input feeds training.
     reset_for_eval: Whether each evaluation reads one epoch from its beginning.
       If not, it reads the next `eval_loop_num_batches` batches.
@@ -202,10 +202,10 @@ class BaseInput:
     raise NotImplementedError
 
   def identity(self) -> dict[str, Any]:
-    """Returns the plain values on which the meaning of a position depends.
+    """Returns the values on which a position depends: they must not change.
 
-    A subclass adds values that identify its data and their order. A position in
-    the global order (`ANY_NUMBER_OF_HOSTS`) does not depend on the hosts.
+    A subclass adds plain values that identify its data and their order. A
+    position in the global order (`ANY_NUMBER_OF_HOSTS`) is valid on any hosts.
     """
     if self.ANY_NUMBER_OF_HOSTS:
       return {}

@@ -29,7 +29,7 @@ from jaxline.parallel import placement
 
 BatchDict = inputs.BatchDict
 Batches = Iterator[tuple[BatchDict, int]]  # (batch, number of rows read)
-# (batch, number of rows that this process has read, function for its halves)
+# (batch, number of rows that this process read, function; see `batches`)
 GlobalBatches = Iterator[
   tuple[BatchDict, int, Callable[[], Iterator[BatchDict]]]
 ]
@@ -234,7 +234,7 @@ class TrainFeed(_Feed):
 class EvalFeed(_Feed):
   """The batches of the evaluation sets.
 
-  An input with `reset_for_eval=False` is kept, and each evaluation continues
+  The feed keeps an input with `reset_for_eval=False`: each evaluation continues
   where the previous one stopped. `num_evaluated` is the number of the run's
   earlier evaluations, in this process and before a restart.
   """
@@ -278,8 +278,8 @@ class EvalFeed(_Feed):
     It yields each batch with the number of rows that this process has read,
     without padding, and a function. The function yields two copies of the
     batch. In the first, only the first half of each process's rows has weights;
-    in the second, only the rest. All processes must call it together. A process
-    that runs out of batches before the others yields batches of padding.
+    in the second, only the rest. All processes must call the function together.
+    A process that runs out of batches before the others yields padding.
     """
     # Read ahead, since training waits for the evaluation.
     host_batches = infeed.read_ahead(
@@ -336,7 +336,7 @@ class EvalFeed(_Feed):
     size = len(jax.tree.leaves(outputs)[0]) // num_hosts
     places = np.arange(size, dtype=np.int32)
     places = np.where(places < num_given, index * size + places, -1)
-    # Shard it like the batch, because a mesh may reorder the hosts' rows.
+    # Shard `places` like the batch, because a mesh may reorder hosts' rows.
     placed = placement.put_batch(places, self.partitioner)
     split = outputs, placed
     whole, places = multihost_utils.process_allgather(split, tiled=True)

@@ -41,8 +41,8 @@ class GrainInput(indexed.IndexedInput):
       `grain.transforms.Map`, or `grain.transforms.RandomMap`, whose generator
       depends only on the seed, the record and the epoch.
     data_name: Identifies the data: states saved under a different name are
-      rejected. Files are identified by names, sizes and numbers of records too,
-      but an unnamed dataset only by its number of records.
+      rejected. So are states of files with different names, sizes or numbers of
+      records. Of an unnamed dataset, only the number of records is compared.
   """
 
   dataset: Any = None

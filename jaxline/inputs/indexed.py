@@ -4,7 +4,7 @@ All hosts share one global order of the records, epoch after epoch (shuffled by
 Grain). With G = batch_size * num_infeed_hosts, global batch n takes positions
 [n * G, (n + 1) * G) of this order, and host h reads rows [h * batch_size,
 (h + 1) * batch_size) of the batch. The saved position is one integer, the
-number of rows read so far. It fits any number of hosts, batch size and workers.
+number of rows read so far. You may change hosts, batch size and workers.
 
 Shapes: b rows, N records of an epoch.
 """
@@ -29,8 +29,8 @@ import numpy as np
 
 from jaxline.inputs import base
 
-# Below this many records, Grain's shuffle takes up to a millisecond per record,
-# so the order of an epoch is held in memory. The limit affects this order.
+# Grain's shuffle of fewer records takes up to a millisecond per record, so
+# NumPy shuffles them in memory. Changing the limit changes the order of data.
 _SMALL = 2**16
 _MAX_CLOSE_SECS = 30  # `close` waits this long for workers to end.
 
@@ -136,7 +136,7 @@ class IndexedInput(base.ResumableInput):
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size
     positions = range(position, end, rows)
-    # Grain's iterator would cost as much as eight rows of a thousand tokens.
+    # Avoid Grain's iterator: it costs as much as eight rows of 1,000 tokens.
     if not self.num_threads and not self.num_workers:
       for start in positions:
         yield self.batch_at(start), start + rows
@@ -307,7 +307,7 @@ def _start_workers(dataset: Any, num_workers: int) -> Any:
   import grain
 
   if not flags.FLAGS.is_parsed():
-    # Grain reads a flag, which fails in a notebook, where none are parsed.
+    # Grain reads a flag. In a notebook this fails: no flags are parsed there.
     flags.FLAGS.mark_as_parsed()
   dataset = dataset.mp_prefetch(
     grain.MultiprocessingOptions(num_workers=num_workers),
@@ -350,7 +350,7 @@ def _start_worker(index: int, count: int) -> None:
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns the generator for use number `stage` of a record in an epoch."""
+  """Returns a record's generator in an epoch; `stage` numbers its uses."""
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
     counter=np.array([0, 0, epoch, record], np.uint64),

@@ -131,5 +131,5 @@ def _read(
         raise
       yield placed, mark
   finally:
-    # Close it here too: `Infeed.close` may be called before the source starts.
+    # Close the source here too: it may start after a call of `Infeed.close`.
     source.close()

@@ -70,7 +70,7 @@ class IterableInput(base.BaseInput):
 
   def state_of(self, mark: Any) -> Any:
     if isinstance(mark, Mapping) and [*mark] == ['global_next_index']:
-      return {'state': mark}  # The hosts of an `ElasticIterator` share it.
+      return {'state': mark}  # Grain's `ElasticIterator`: equal on all hosts.
     return {
       'host': self.infeed_host_index,
       'hosts': self.num_infeed_hosts,
@@ -129,5 +129,5 @@ def as_input(
     return _SkippingInput(dataset=source, repeat=False, **fields)
   function = source
   if not callable(source) or hasattr(source, '__iter__'):
-    function = lambda host_index: source  # The source has one host's rows.
+    function = lambda host_index: source  # It already has this host's rows.
   return IterableInput(function=function, **fields)

@@ -20,10 +20,10 @@ from jaxline.inputs import indexed
 class MixtureInput(indexed.IndexedInput):
   """A mixture of `IndexedInput`s, in exact proportions.
 
-  After n rows, a child of normalized weight w, one of k, has contributed more
-  than n * w - k and at most n * w + 1 rows. Children must repeat, since a
-  mixture has no epochs. Their rows must have the same entries, dtypes and
-  shapes. The mixture ignores their hosts, batch sizes and workers.
+  Of the first n rows, more than n * w - k and at most n * w + 1 come from a
+  child of normalized weight w, if there are k children. Children must repeat,
+  since a mixture has no epochs. Their rows must have the same entries, dtypes
+  and shapes. The mixture ignores their hosts, batch sizes and workers.
 
   Attributes:
     inputs: The children by name. Unless you set the mixture's host, it is the
@@ -59,7 +59,7 @@ class MixtureInput(indexed.IndexedInput):
         isinstance(child, indexed.IndexedInput)
         and child.repeat
         and child.is_training == self.is_training
-        # If only the child saved none, each start would draw a new seed.
+        # A child that saves no position would draw a new seed at each start.
         and child.saves_position == self.saves_position
       ):
         raise errors.UsageError(

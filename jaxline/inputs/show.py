@@ -2,7 +2,7 @@
 
 `python -m jaxline.inputs show` prints the results; you can call the functions
 from a notebook too. `make_input(shard)` returns a new input, or any value that
-`iterable.as_input` takes. If it has no argument `shard`, it reads as one host.
+`iterable.as_input` takes. Without its argument `shard`, checks use one host.
 A `batch` has `weights`; rows of weight 0 are padding and are not counted.
 """
 
@@ -137,7 +137,7 @@ def texts(
 ) -> dict[str, list[str]]:
   """Returns the text of a batch's first rows, without padding.
 
-  Keys are entries, such as 'tgt.ids'. It is empty without `ids_to_strings`.
+  Keys are entries, such as 'tgt.ids'. Without `ids_to_strings`, it is empty.
   """
   arrays = _arrays(batch)
   found = {}
@@ -256,7 +256,7 @@ def _number_records(source: base.BaseInput) -> None:
   """Makes an input add `_RECORDS` to its batches, if records have numbers."""
   if not isinstance(source, indexed.IndexedInput):
     return
-  # In a worker, a bound method's name would resolve to `numbered`.
+  # Not `source.read`: a worker would look up this name and find `numbered`.
   read = type(source).read
 
   def numbered(records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:

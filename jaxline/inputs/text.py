@@ -66,18 +66,18 @@ def load_corpus(
   cache_dir: Path | None = None,
   text_key: str = 'text',
 ) -> Corpus:
-  """Returns the tokens of text files, split; makes them if they are not cached.
+  """Returns the training and the held-out tokens of text files; caches them.
 
-  A hash of its name decides whether a document is held out, so the split is the
-  same on every machine and adding files moves no document. Each part has at
-  least one document. If there is only one file, its end is held out.
+  The hash of a document's name decides whether it is held out. So the split is
+  the same on every machine, and adding files moves no document. Each part has
+  at least one document. If there is only one file, its end is held out.
 
   Args:
     files: 'stdlib' (the source of the running Python's standard library,
       without its tests), a folder (all text files below it that are not
       hidden), a file, a glob such as 'notes/**/*.md', or a list of these. Links
       are followed, to each folder once. Text is UTF-8, or UTF-16 with a byte
-      order mark. A file of which more than 1% is neither is left out. Files
+      order mark; a file is left out if more than 1% of it is not. Files
       that end in '.gz', '.bz2', '.xz' or '.zst' are unpacked. A '.tokens' file
       from a `cache_dir`, maybe in a bucket, is used directly.
     eval_fraction: Fraction of the documents to hold out, between 0 and 1.

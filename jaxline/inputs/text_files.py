@@ -411,10 +411,10 @@ def _split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
 def _split_at(
   blocks: Iterable[bytes], place: int, size: int
 ) -> Iterator[tuple[int, bytes]]:
-  """Splits a text in two; yields (line where its part begins or 0, block).
+  """Splits a text in two; yields (line, block), with line 0 in the first part.
 
-  The second part begins after the end of a line near `place`. If there is none,
-  it begins after the end of a character.
+  In the second part, the line is where this part begins: after the end of a
+  line near `place` or, if there is none, after the end of a character.
   """
   line, done, num_lines = 0, 0, 1
   for block in blocks:

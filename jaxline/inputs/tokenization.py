@@ -55,7 +55,8 @@ _SPLITTERS: list[dict[str, Any]] = [
     for x in ('', '{1,3}')
   ),
 ]
-# These normalizers treat an ASCII character or ' a' the same after any text.
+# The output of these normalizers for an ASCII character, or for ' a', does not
+# depend on the text before it.
 _LOCAL = (
   'BertNormalizer', 'Lowercase', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Nmt',
   'Precompiled', 'StripAccents',

@@ -2,7 +2,7 @@
 
 `periodic` calls actions at intervals. `writers` has the queue and its thread,
 which write the files of `files` and `tensorboard`. `console` decides what the
-terminal shows, `lines` formats numbers, and `live` redraws the line. Read
+terminal shows, `lines` formats numbers, and `live` draws a status line. Read
 `writers` first.
 """
 
@@ -85,8 +85,8 @@ class Mean:
       values: Array of any shape, or a number.
       weights: Array of the same shape or its leading dimensions; it is
         broadcast over the missing ones. A value of weight 0 is ignored and gets
-        a zero gradient, even if it is NaN. (If its derivative is not finite
-        either, its inputs get the gradient 0 * NaN = NaN.) None means 1.
+        a zero gradient, even if it is NaN. (If the derivative of this value is
+        not finite, inputs get the gradient 0 * NaN = NaN.) None means 1.
     """
     values = jnp.asarray(values, jnp.float32)
     weights = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
@@ -165,8 +165,8 @@ def check_scalars(whole: Metrics, halves: Iterable[Metrics]) -> None:
     if abs(value - mean) > 0.01 * max(map(abs, [value, *values])):
       raise ValueError(
         f'The metric {name!r} of loss_fn is {value:.6g} in a batch of an'
-        f' evaluation, and {values} in its halves; expected their weighted'
-        f' mean, {mean:.6g}. Return metrics.Mean.of(values,'
+        f' evaluation, and {values} in the halves of the batch; expected the'
+        f' weighted mean of these, {mean:.6g}. Return metrics.Mean.of(values,'
         " batch['weights']), or compute the number in reduce_outputs."
       )
 

@@ -64,7 +64,7 @@ class Origin(NamedTuple):
 
   @classmethod
   def of(cls, flag: Any) -> Origin:
-    """Returns how this process was started; `flag` is the config's."""
+    """Returns how this process was started; `flag` is the flag --config."""
     given = (flag.config_filename, flag.override_values) if flag.present else ()
     return cls(('python', *sys.orig_argv[1:]), *given)
 
@@ -89,8 +89,8 @@ class Console(contextlib.AbstractContextManager):
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
     self._texts: list[str] = []  # The scalars of the newest step, or means.
-    self._num_averaged = 0  # This many steps are averaged in them.
-    self._num_first = 2  # This many of them precede the step of the last save.
+    self._num_averaged = 0  # The number of steps that `_texts` averages.
+    self._num_first = 2  # The number of `_texts` to print before 'saved ...'.
     self._rate = 0.0  # Smoothed steps per second, for the ETA.
     self._waits_after: Any = ''
     self._num_evaluated = 0
@@ -328,7 +328,7 @@ class Console(contextlib.AbstractContextManager):
     self.print(lines.fit([f'{log} step {step}', *texts], self._width))
 
   def log_best(self, name: str, value: float, step: int | None = None) -> None:
-    """Notes the best value so far. A step of None means an earlier start."""
+    """Notes the best value so far. Without a step, an earlier start had it."""
     when = 'before this start' if step is None else f'at step {step}'
     self._best = f'{name}: {lines.shorten(value)} {when}'
     if step is not None:

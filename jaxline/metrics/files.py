@@ -22,7 +22,7 @@ class Record(NamedTuple):
   kind: str  # One of `KINDS`, or a kind that only some backends take.
   step: int
   time: float  # In seconds since the Unix epoch.
-  values: dict[str, Any]  # An int or a float; uint8 [B, H, W, C]; a str.
+  values: dict[str, Any]  # A number, uint8 [B, H, W, C] or str, by kind.
 
 
 class Backend(abc.ABC):
@@ -86,7 +86,7 @@ class FileBackend(Backend):
     self._mend()  # A killed process may have written half a record.
 
   def _mend(self) -> None:
-    """Lets the next record start at a valid place after half a record."""
+    """Repairs the file after half a record, so that the next one is valid."""
 
   @abc.abstractmethod
   def encode(self, record: Record) -> bytes:

@@ -23,7 +23,7 @@ from jaxline.metrics import scalars as scalars_lib
 FILE = 'fingerprints.bin'
 _DTYPE = np.dtype('<u4')
 _LOSS = 2**31
-_MAX_KEPT = 200  # A step has one or two.
+_MAX_KEPT = 200  # Limit on pairs in memory; a step has one or two.
 # Knuth's multiplier 2**32 / phi. It is odd, so the product loses no bit.
 _MULTIPLIER = np.uint32(2654435769)
 # These scalars depend on the clock or the machine, as do rates per second.
@@ -80,8 +80,8 @@ def fingerprint(tree: Any) -> jax.Array:
   total = jnp.uint32(0)
   for x in jax.tree.leaves(tree):
     bits = _bits(jnp.asarray(x))
-    # Hash the place of each number in the global array. Unlike a reshaped
-    # range, each index is sharded like the array.
+    # Hash the place of each number in the global array. XLA shards an iota like
+    # the array, but not a reshaped range.
     place = jnp.zeros((), jnp.uint32)
     for axis, size in enumerate(bits.shape):
       index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -133,7 +133,7 @@ class FingerprintHook(periodic.Action):
     scalars = scalar_outputs or {}
     self._kept[step] = of_step(scalars, self._experiment.last_batch)
     loss = scalars_lib.find(scalars, 'loss')
-    if loss and loss[1] != ():  # It is packed, so the guard fetches it anyway.
+    if loss and loss[1] != ():  # It is packed, so the loop fetches it anyway.
       self._kept[step + _LOSS] = loss
     if len(self._kept) >= _MAX_KEPT:
       self.wait_to_finish()

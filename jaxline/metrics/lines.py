@@ -70,7 +70,7 @@ def describe(
   """Formats the scalars of some steps: means, or rates of the last step.
 
   The names in `first` come first, then plain names, rates, and groups ('g/x').
-  The loss has its change since the `earlier` steps.
+  A change since the `earlier` steps follows the loss.
   """
 
   def mean(records: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
@@ -114,9 +114,9 @@ def escaped(text: str) -> str:
 
 
 def print_text(text: Any, file: Any = None) -> None:
-  """Prints text that may quote files of a run, and so is escaped.
+  """Escapes and prints text, which may quote files of a run.
 
-  None as stream means stdout. A closed stream gets nothing.
+  If `file` is None, it prints to stdout. A closed file gets nothing.
   """
   stream = file or sys.stdout
   encoding = getattr(stream, 'encoding', None) or 'utf-8'
@@ -124,7 +124,7 @@ def print_text(text: Any, file: Any = None) -> None:
   try:  # A single write cannot be interleaved.
     print(raw.decode(encoding), end='', file=stream, flush=True)
   except (OSError, ValueError):
-    # Python flushes it again at exit, and an error then changes the exit code.
+    # Redirect it: an error when Python flushes it would change the exit code.
     with contextlib.suppress(OSError, ValueError):
       os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

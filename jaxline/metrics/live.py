@@ -35,7 +35,7 @@ class LiveLine:
     streams: set[Any] = {sys.stdout, sys.stderr}
     for stream in filter(is_terminal, streams):
       self._writes[stream] = stream.write
-      # Replace the method instead of the stream, which logging handlers hold.
+      # Replace the method, since logging handlers hold the stream itself.
       stream.write = functools.partial(self._write, stream)
     threading.Thread(target=self._run, name='jaxline-live', daemon=True).start()
 

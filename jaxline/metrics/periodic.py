@@ -63,10 +63,10 @@ class PeriodicAction(Action):
       interval: Steps or seconds; 0 means always, None or negative means never.
       start_time: Start of the first interval, in seconds.
       start_step: The step at that time.
-      run_async: Whether to call it on a separate thread; see `share`.
-      log_all_data: Whether to call it after every step, if any can be due.
+      run_async: Whether to call `fn` on a separate thread; see `share`.
+      log_all_data: Whether to call `fn` after every step, if any can be due.
       logging_growth_ratios: Each ratio r adds the due steps round(r * 10**k),
-        k >= 0, and so does r = 1 if there are any ratios. Needs 'steps'.
+        k >= 0. If you give any ratios, 1 is added. Needs 'steps'.
       end_step_to_action: An additional due step: the last one.
     """
     ratios = tuple(logging_growth_ratios or ())

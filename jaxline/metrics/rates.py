@@ -22,7 +22,7 @@ class Rates:
 
   - `tokens_per_sec` and `examples_per_sec`, if the step counts them.
   - `tflops_per_sec`, if the experiment is sharded: 10^12 FLOPs of the model per
-    second and device, three times the FLOPs of the forward pass's products.
+    second and device. A step counts as three forward passes' matrix products.
   - `mfu`: the same as a fraction of the device's bfloat16 peak, if known.
   - `device_memory_gib`: current memory use of the fullest local device, if any.
   """
@@ -33,7 +33,7 @@ class Rates:
     self._flops = 0.0
 
   def __call__(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a step's scalars with the added ones, on the host."""
+    """Returns the scalars of a step and the added ones, on the host."""
     added = dict(scalars)
     steps_per_sec = scalars.get('steps_per_sec')
     if steps_per_sec is None:  # It is not due.
@@ -53,7 +53,7 @@ class Rates:
   def _step_flops(self) -> float:
     """Returns the FLOPs of the model in a step, or 0 if unknown."""
     batch = self._experiment.traced_batch
-    # Op by op, a step is not traced, and tracing would hit breakpoints again.
+    # Op by op, steps are not traced: tracing here would hit breakpoints again.
     if batch is None or debug.settings.disable_pmap_jit:
       return 0.0
     if batch is not self._batch:

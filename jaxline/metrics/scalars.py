@@ -35,7 +35,7 @@ _NOTHING = Packed()
 #   2: the loss is not finite. 3: the gradients are not. 4: both are not.
 #   1: one or both are not finite.
 #   -1: nothing in the batch has a weight.
-# A positive value with 'skip' counts consecutive nonfinite steps instead.
+# If `on_nonfinite` is 'skip', positive values count nonfinite steps in a row.
 NONFINITE = 'nonfinite'
 PARTS = 'nonfinite_parts'  # The 0, 2, 3 or 4 of a step with 'skip'.
 
@@ -168,7 +168,7 @@ def copied(scalars: Mapping[str, Any] | None) -> MutableMapping[str, Any]:
 
 
 def find(scalars: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-  """Returns the array and index of a scalar or of its bits, or None."""
+  """Returns the array of a scalar or of its bits, and the index; or None."""
   if isinstance(scalars, Scalars) and name not in scalars.others:
     packed = scalars._packed
     if name not in packed.names:

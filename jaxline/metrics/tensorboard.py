@@ -35,10 +35,10 @@ class TensorBoardWriter(files.FileBackend):
   The file is new because TensorBoard does not read past a truncated record. A
   batch of images is one tag with B samples. Texts are shown verbatim.
 
-  `resume` truncates the older event files of this library. If TensorBoard has
-  one of them open and this file is deleted, or is truncated and then grows, it
-  shows no more points. So the new file has SessionLog START events, which tell
-  TensorBoard to hide the removed points.
+  `resume` truncates the older event files of this library. It neither deletes
+  nor extends them, since TensorBoard would then show no more points of a file
+  that it has open. SessionLog START events in the new file tell TensorBoard to
+  hide the removed points.
   """
 
   def __init__(self, log_dir: str | os.PathLike[str]) -> None:

@@ -34,7 +34,7 @@ class Writer(Protocol):
     """Writes named numbers at a step."""
 
 
-# The limit of images on the devices that wait for the thread.
+# Limit on the bytes of images that wait on the devices for the thread.
 _MAX_BYTES = 1 << 30
 # Within this many seconds of a write, the thread waits to collect more records.
 _LINGER = 0.005
@@ -168,8 +168,8 @@ class MetricWriter(contextlib.AbstractContextManager):
   def resume(self, step: int, lengths: Mapping[str, int]) -> None:
     """Removes the records that were written after the restored checkpoint.
 
-    `step` is its step, or -1 if the run is new. `lengths` is the result of
-    `flush` at that time. Log files that are not in it become empty.
+    `step` is the checkpoint's, or -1 if the run is new. `lengths` is the result
+    of the `flush` before its save. Log files that are not in it become empty.
     """
     self._behind(
       *(functools.partial(x.resume, step, lengths) for x in self._backends)

@@ -90,14 +90,14 @@ def initialize(value: Any) -> None:
     if place is not None and place['num_processes'] > 1:
       _connect(place)
   if has_others():
-    # Without this exchange, gloo would abort some processes ('collective
-    # mismatch') if one of at least three is lost later.
+    # Otherwise, if one of three or more processes is lost later, gloo aborts
+    # some of the others with the error 'collective mismatch'.
     multihost_utils.sync_global_devices('start')
 
 
 def _connect(place: dict[str, Any]) -> None:
   logging.info('Connecting to the other processes: this is %s.', place)
-  # gRPC would connect to this address through `http_proxy`.
+  # Otherwise gRPC would connect to this address through `http_proxy`.
   host = place['coordinator'].rpartition(':')[0].strip('[]')
   env, key = os.environ, 'no_grpc_proxy'
   env[key] = f'{env.get(key, env.get("no_proxy", ""))},{host}'.lstrip(',')
@@ -164,7 +164,7 @@ def _cluster() -> type[clusters.ClusterEnv] | None:
     elif issubclass(cluster, clusters.K8sCluster):
       is_usable = 'JOB_COMPLETION_INDEX' in os.environ
       if is_usable:
-        # Without it, JAX would only warn, and each pod would train alone.
+        # Fail without it: JAX would only warn, and each pod would train alone.
         importlib.import_module('kubernetes')
     else:
       is_usable = not cluster.opt_in_only_method
@@ -258,10 +258,10 @@ def broadcast_from_process_0(value: T, series: str = 'chief') -> T:
 class Agreement:
   """Lets the clock of process 0 decide when all processes act together.
 
-  A request of process 0 wakes a thread in each process. These threads block
-  `is_due` in their training threads, exchange their newest steps, and agree on
-  the step after the largest, which no process has passed. Without a request,
-  `is_due` only takes a lock.
+  A request of process 0 wakes a thread in each process. These threads hold the
+  lock of `is_due` while they exchange the newest step of each process. The
+  action is due one step after the largest of these; no process has passed this
+  step. Without a request, `is_due` only takes the lock.
 
   All processes must call `is_due` with the same names after the same steps.
   """

@@ -96,9 +96,9 @@ def mesh_shape(
   Args:
     sizes: As `config.mesh`, or only the sizes within a slice. By default `data`
       is all devices of a slice, `replica` is all slices, and the rest are 1.
-    devices: Grouped into slices by their `slice_index`. If they form only one
-      slice, CPU devices form as many as `dcn` asks for, and GPUs form one per
-      process if `dcn` asks for this number.
+    devices: Grouped into slices by their `slice_index`. A single slice of CPU
+      devices is cut into as many as `dcn` asks for. A single slice of GPUs is
+      cut into one per process, if `dcn` asks for this number.
   """
   ici, dcn = check_sizes(sizes)
   asked = math.prod(size for size in dcn.values() if size != -1)

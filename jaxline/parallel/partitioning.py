@@ -313,9 +313,9 @@ class Partitioner:
   def undersharded_weights(self, tree: Any) -> list[str]:
     """Lists weights that are replicated or split less than the rules ask for.
 
-    Each line has the sizes that do not divide. If the rules split no weights
-    (`ddp`, or a mesh of one device), or only experts, replicated weights are as
-    intended and not listed.
+    Each line has the sizes that do not divide. Replicated weights are intended,
+    and so not listed, if the rules split only experts or nothing (`ddp`, or a
+    mesh of one device).
     """
     lines = []
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_logical)

@@ -57,8 +57,8 @@ def check_sizes(
   if num_repeats > 1 and num_microbatches < num_stages:
     raise ValueError(
       f'{num_microbatches} microbatches for {num_stages} stages and'
-      f' {num_repeats} repeats: the first one would return from the last stage'
-      ' before the first stage has processed all. Expected at least'
+      f' {num_repeats} repeats: the first stage would need the first microbatch'
+      ' again before the last stage has returned it. Expected at least'
       f' {num_stages} microbatches, or 1 repeat.'
     )
 
@@ -78,9 +78,9 @@ def pipeline(
   """Runs rows through all layers, on several stages at the same time.
 
   The result equals running the layers one after the other. In repeat r, stage s
-  has layers r S K + s K to r S K + s K + K - 1. With one repeat, layers that
-  are stored split over the stages are on the devices that use them. With more
-  repeats, each step moves the layers, which are stored in their order.
+  has layers r S K + s K to r S K + s K + K - 1. Layers are stored in their
+  order. If they are split over the stages and there is one repeat, they are on
+  the devices that use them. With more repeats, each step moves them.
 
   At the start and the end of the batch, a stage without a microbatch computes
   on the input of the first one. The result is unused and has no gradient.
@@ -145,8 +145,8 @@ def pipeline(
   def run_stage(weights: Any, x: X, start: jax.Array) -> X:
     """Runs a stage's K layers from `start`; `weights` are [R K, ...]."""
 
-    # Look weights up inside the checkpoint, so that the backward pass does it
-    # again. Otherwise each iteration would save its weights.
+    # Look weights up inside `jax.checkpoint`, so that the backward pass looks
+    # them up again. Otherwise each iteration would save its weights.
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     def layer(x: X, i: jax.Array) -> tuple[X, None]:
       return layer_fn(_get(weights, start + i, axis=0), x), None
@@ -181,8 +181,8 @@ def pipeline(
   def iteration(carry: tuple[X, X], time: jax.Array) -> tuple[Any, None]:
     # `moved` [S, B / M, ...] is the output of the previous stage. Only the
     # first stage uses `kept` [S, M, B / M, ...]: the inputs, which outputs
-    # replace later. Every stage has a copy, since an operation of all stages is
-    # local, whereas sending a value to one stage involves all of them.
+    # replace later. But every stage has a copy: an operation that all stages do
+    # is local, whereas a value for one stage would have to be sent.
     moved, kept = carry
     x = place(enter(moved, kept, time), 'stages')
     start = jnp.zeros((), jnp.int32)

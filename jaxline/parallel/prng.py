@@ -78,7 +78,7 @@ KEYS = (
 def host_id_devices_for_rng(
   mode: str = 'unique_host_unique_device',
 ) -> jax.Array | None:
-  """Returns this process's index, [local devices] int32; None if unused."""
+  """Returns the process index, [local devices] int32; None if not folded in."""
   if not DistributedRNGMode(mode).unique_host:
     return None
   return jnp.full(
@@ -134,8 +134,8 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # The values that were not returned yet, and the step after them; then the
-    # arguments of a call that continues the last one.
+    # `_ahead` has values that were not returned yet; `_end_step` is the step
+    # after them. `_next_*` are the arguments that continue the last call.
     self._ahead: collections.deque[Any] = collections.deque()
     self._end_step: jax.Array | None = None
     self._next_step = -1

@@ -31,7 +31,7 @@ from jaxline.run_directory import store as store_lib
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-  """A run's directory: its config by dotted key, its curves by 'train/loss'."""
+  """A run: its config by dotted key, its curves by name, as in 'train/loss'."""
 
   path: str
   recorded: dict[str, Any] = dataclasses.field(repr=False)
@@ -99,7 +99,7 @@ class RunRecord:
 
   @property
   def last(self) -> dict[str, float]:
-    """The last value of each scalar: `best` first, then evaluation, losses."""
+    """The last scalars: the metric of `best`, evaluation, losses, the rest."""
     best = f'eval/{self.recorded.get("best_model_eval_metric")}'
     rank = lambda x: (x != best, not x.startswith('eval'), 'loss' not in x, x)
     names = sorted(self.curves, key=rank)

@@ -57,7 +57,7 @@ def _inside(path: str, step: int) -> dict[str, Any]:
     state = experiment.state
     batch = placement.put_batch(batch, experiment.partitioner)
     experiment.step_scalars = lambda state, *trees: {'_': trees}
-    # For a new function, JAX traces again, and does not donate the state.
+    # JAX traces a new function again, and does not donate its arguments.
     step_fn = lambda *args: experiment.compiled_train_step.__wrapped__(*args)
     new, packed = jax.jit(step_fn)(state, batch, rng)
     scalars = scalars_lib.Scalars(packed)

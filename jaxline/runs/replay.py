@@ -226,8 +226,8 @@ def find_nonfinite(directory: str, step: int) -> str | None:
   op_by_op = mock.patch.object(debug.settings, 'disable_pmap_jit', new=True)
   scalars: dict[str, Any] = {}
   found = None
-  # Look for NaNs first, since -inf is often a legitimate mask. An operation of
-  # the backward pass has no line, so then look for an earlier infinity.
+  # Look for NaNs first, since -inf is often a legitimate mask. If a NaN has no
+  # line, as in the backward pass, look for an infinity that came before it.
   for switch in (jax.debug_nans, jax.debug_infs):
     try:
       with open_replay(directory, step) as replay:

@@ -1,6 +1,6 @@
-"""Trains a config with several values of its keys, one run per point.
+"""Trains a config with several values of its keys, one run per combination.
 
-Points that have ended are skipped; interrupted points are resumed.
+A sweep skips combinations (points) that have ended, and resumes the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +29,13 @@ RANGE = re.compile(r'(uniform|log|int):([^:]+):([^:]+)')
 
 
 def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
-  """Returns a grid's points, or random ones; more draws begin with the same."""
+  """Returns a grid's points, or random ones; fewer draws are a prefix."""
   if draws is None:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:
       raise errors.UsageError(
-        f'The ranges are {ranges}, among {len(axes)} keys; expected at least'
-        ' one key, with values. To draw from ranges, set the number of draws.'
+        f'Got the ranges {ranges}, in {len(axes)} keys; expected at least one'
+        ' key, and lists of values. For ranges, set the number of draws.'
       )
     grid = itertools.product(*axes.values())
     return [dict(zip(axes, values, strict=True)) for values in grid]
