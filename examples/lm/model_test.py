@@ -30,6 +30,7 @@ VARIANTS = {
   'learned_swiglu': dataclasses.replace(
     TINY, positions='learned', feed_forward='swiglu'
   ),
+  'bigrams': dataclasses.replace(TINY, bigram_rows=7),
 }
 
 
@@ -115,6 +116,12 @@ def _numpy_attention(q_LK, k_LK, v_LK):
 def _numpy_logits(params, tokens_L, config):
   w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   x = w['embedding']['tokens'][tokens_L]
+  if config.bigram_rows:
+    for i, token in enumerate(tokens_L):
+      before = tokens_L[i - 1] if i else config.vocab_size
+      mixed = int(token) * 2654435761 % 2**32 ^ int(before) * 2246822519 % 2**32
+      mixed = (mixed ^ mixed >> 15) * 2246822519 % 2**32
+      x[i] += w['embedding']['bigrams'][(mixed ^ mixed >> 13) % 7]
   if config.positions == 'learned':
     x = x + w['embedding']['positions'][: len(tokens_L)]
   for n in range(config.num_layers):
@@ -192,6 +199,7 @@ def test_parameter_count_and_axes():
     'learned_swiglu': (v + TINY.max_length) * d
     + n * (4 * d * d + 3 * d * f + 2 * d)
     + d,
+    'bigrams': (v + 7) * d + n * (4 * d * d + 2 * d * f + 2 * d) + d,
   }
   for name, config in VARIANTS.items():
     boxed = jax.eval_shape(
@@ -422,7 +430,12 @@ def test_another_attention_is_another_one_in_decoding_too(monkeypatch):
 
 @pytest.mark.parametrize(
   ('name', 'scan_layers'),
-  [('rotary_gelu', False), ('learned_swiglu', True)],
+  [
+    ('rotary_gelu', False),
+    ('learned_swiglu', True),
+    ('bigrams', False),
+    ('bigrams', True),
+  ],
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
@@ -512,6 +525,7 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
       'pipeline_microbatches=2 .* no effect with pipeline_stages=1',
     ),
     ({'matmul': 'fp8', 'pipeline_stages': 2}, 'pipeline of 2 stages would add'),
+    ({'bigram_rows': -1}, 'bigram_rows must be 0 or a positive integer'),
     ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
     ({'experts_per_token': 2}, 'experts_per_token must be at most num_experts'),
     ({'num_experts': 0}, 'num_experts must be a positive integer; got 0'),
@@ -555,6 +569,7 @@ def test_a_weight_without_axes_is_refused(monkeypatch):
 
 # Options of a layer. `hf_test.py` compares each with transformers.
 OPTIONS = {
+  'bigrams': {'bigram_rows': 7},
   'grouped': {'num_kv_heads': 1, 'qkv_bias': True, 'qk_norm': True},
   'windows': {'windows': (3, 0), 'local_rotary_base': 1e2, 'num_layers': 4},
   'gemma': {
