@@ -43,6 +43,7 @@ def tiny_config(folder):
   kwargs.model.vocab_size = 257
   kwargs.model.num_layers = 1
   kwargs.model.embed_dim = 32
+  kwargs.model.bigram_rows = 50
   kwargs.model.num_heads = 2
   kwargs.model.mlp_dim = 64
   kwargs.model.max_length = 32
@@ -150,12 +151,13 @@ def test_experts_learn_and_their_biases_move(config, accumulation):
   np.testing.assert_array_equal(moves, np.round(moves))
   assert np.abs(moves).max() <= 20  # Once a step.
   assert np.abs(moves).max() > 0
-  # The embedding, the norms, attention, the router, and the shared part.
-  rest = 257 * 32 + 4 * 32 + 4 * 32 * 32 + 32 * 4 + 3 * 32 * 8
+  # The tables, the norms, attention, the router, and the shared part. A token
+  # reads one row of the pairs.
+  rest = 2 * 257 * 32 + 4 * 32 + 4 * 32 * 32 + 32 * 4 + 3 * 32 * 8
   expert = 3 * 32 * 64
   text = subject.summary()['Parameters']
-  assert f'{rest + 4 * expert:,} (' in text
-  assert f'{rest + 2 * expert:,} active for a token' in text
+  assert f'{rest + 50 * 32 + 4 * expert:,} (' in text
+  assert f'{rest + 32 + 2 * expert:,} active for a token' in text
 
 
 def test_losses_of_routers_are_part_of_the_loss(config):
