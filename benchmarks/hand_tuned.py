@@ -44,13 +44,15 @@ def _layer(config: Any, new: Callable[..., Any]) -> dict[str, Any]:
 
 def params(key: jax.Array, config: Any) -> Any:
   """Returns initial weights."""
-  keys = iter(jax.random.split(key, 4 * config.num_layers + 1))
+  keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
 
   def new(fan_in: float, *shape: int) -> jax.Array:
     return jax.random.normal(next(keys), shape) * fan_in**-0.5
 
   return {
     'table': 0.02 * new(1, config.vocab_size, config.embed_dim),
+    'bigrams': jnp.zeros([config.bigram_rows, config.embed_dim]),
+    'head': 0.02 * new(1, config.vocab_size, config.embed_dim),
     'norm0': jnp.ones([config.embed_dim]),
     'norm': jnp.ones([config.embed_dim]),
     'layers': [_layer(config, new) for _ in range(config.num_layers)],
@@ -64,6 +66,8 @@ def from_experiment(weights: Any, config: Any) -> Any:
   d = config.embed_dim
   return {
     'table': weights['embedding']['tokens'],
+    'bigrams': weights['embedding']['bigrams'],
+    'head': weights['embedding']['output'],
     'norm0': weights['embedding/norm']['scale'],
     'norm': weights['final_norm']['scale'],
     'layers': [
@@ -123,11 +127,33 @@ def _block(
   return x + jax.nn.gelu(hidden) @ p['w2']
 
 
+def _pairs(config: Any, before: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Returns the row of each token and the one before it in 'bigrams'."""
+  a, b = jnp.uint32(2654435761), jnp.uint32(2246822519)
+  mixed = (tokens.astype(jnp.uint32) * a) ^ (before.astype(jnp.uint32) * b)
+  mixed = (mixed ^ (mixed >> 15)) * b
+  mixed = (mixed ^ (mixed >> 13)) % jnp.uint32(config.bigram_rows)
+  return mixed.astype(jnp.int32)
+
+
+def _before(config: Any, tokens: jax.Array) -> jax.Array:
+  """Returns the token before each; before the first, `vocab_size`."""
+  padded = jnp.pad(tokens, ((0, 0), (1, 0)), constant_values=config.vocab_size)
+  return padded[:, :-1]
+
+
 def _hidden(
-  config: Any, params: Any, tokens: jax.Array, turns: Any, attend: Attend
+  config: Any,
+  params: Any,
+  tokens: jax.Array,
+  before: jax.Array,
+  turns: Any,
+  attend: Attend,
 ) -> jax.Array:
   """Returns the input of the output layer, [B, L, D]."""
-  x = _norm(params['table'][tokens], params['norm0'])
+  x = params['table'][tokens]
+  x = x + params['bigrams'][_pairs(config, before, tokens)]
+  x = _norm(x, params['norm0'])
   for number, p in enumerate(params['layers']):
     x = _block(config, number, p, x, turns, attend)
   return _norm(x, params['norm'])
@@ -186,8 +212,10 @@ def loss_fn(config: Any, length: int) -> Callable[[Any, jax.Array], jax.Array]:
 
   def loss(params: Any, tokens: jax.Array) -> jax.Array:
     turns = _angles(config, length)
-    x = _hidden(config, params, tokens[:, :-1], turns, attend)
-    return entropy(x, params['table'], tokens[:, 1:]) / tokens[:, 1:].size
+    inputs = tokens[:, :-1]
+    before = _before(config, inputs)
+    x = _hidden(config, params, inputs, before, turns, attend)
+    return entropy(x, params['head'], tokens[:, 1:]) / tokens[:, 1:].size
 
   return loss
 
@@ -244,7 +272,9 @@ def greedy(config: Any, steps: int) -> Any:
     shape = (batch, heads, length + steps, width)
     places = jnp.arange(length + steps)
 
-    def run(tokens: jax.Array, cache: Any, start: Any) -> tuple[Any, Any]:
+    def run(
+      tokens: jax.Array, before: jax.Array, cache: Any, start: Any
+    ) -> tuple[Any, Any]:
       count = tokens.shape[1]
       turns = [
         jax.lax.dynamic_slice_in_dim(x, start, count) for x in (cos, sin)
@@ -262,19 +292,20 @@ def greedy(config: Any, steps: int) -> Any:
         kept.append((keys, values))
         return _mix(q, keys, values, mask[None, None], 'bhmk')
 
-      x = _hidden(config, params, tokens, turns, attend)
-      return (x[:, -1] @ params['table'].T).argmax(-1).astype(jnp.int32), kept
+      x = _hidden(config, params, tokens, before, turns, attend)
+      return (x[:, -1] @ params['head'].T).argmax(-1).astype(jnp.int32), kept
 
     cache = [(jnp.zeros(shape),) * 2 for _ in range(config.num_layers)]
     # Leave out the last token, so that the prompt's logits are never computed.
-    _, cache = run(prompts[:, :-1], cache, 0)
+    before = _before(config, prompts)
+    _, cache = run(prompts[:, :-1], before[:, :-1], cache, 0)
 
     def advance(carry: Any, i: jax.Array) -> Any:
-      token, cache = carry
-      token, cache = run(token[:, None], cache, length - 1 + i)
-      return (token, cache), token
+      token, last, cache = carry
+      new, cache = run(token[:, None], last[:, None], cache, length - 1 + i)
+      return (new, token, cache), new
 
-    first = prompts[:, -1], cache
+    first = prompts[:, -1], before[:, -1], cache
     return jax.lax.scan(advance, first, jnp.arange(steps))[1].T
 
   return jax.jit(decode)
@@ -294,10 +325,11 @@ def greedy_uncached(config: Any, steps: int, width: int) -> Any:
         config,
         params,
         tokens,
+        _before(config, tokens),
         turns,
         lambda q, k, v, number: _mix(q, k, v, causal),
       )
-      new = (x[:, length + i - 1] @ params['table'].T).argmax(-1)
+      new = (x[:, length + i - 1] @ params['head'].T).argmax(-1)
       new = new.astype(jnp.int32)
       return tokens.at[:, length + i].set(new), new
 

@@ -31,7 +31,7 @@ from jaxline.parallel import placement
 # The changes that each size makes to configs/lm.py.
 SIZES: dict[str, dict[str, Any]] = {
   'default': {},
-  # 5.2 M parameters, 40% of them in the embedding.
+  # 11.5 M parameters, 73% of them in the tables.
   'large_vocabulary': {
     'batch_size': 8,
     'model': {

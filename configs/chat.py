@@ -72,11 +72,15 @@ def get_config(run: str = '') -> config_dict.ConfigDict:
     kwargs.weight_decay = 0.0  # The weights must stay near their start.
   else:
     kwargs.tokenizer = f'{_BUNDLED}/tokenizer.json'
+    kwargs.model.num_heads = 4
+    kwargs.model.tie_embeddings = True
+    kwargs.model.bigram_rows = 0  # An export to Hugging Face has no such table.
     kwargs.model.vocab_size = 259  # The bytes and three special tokens.
     kwargs.length = 128
     kwargs.decode.stop_ids = (258, 256)  # <|im_end|> and <|endoftext|>.
     kwargs.sample_length = 16
 
+  kwargs.b2 = 0.95
   config.training_steps = 600
   config.log_tensors_interval = 50
   config.eval_interval = config.save_checkpoint_interval = 100

@@ -36,6 +36,8 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.num_heads = 16  # Heads of 128 suit matrix units.
   kwargs.model.mlp_dim = 5632
   kwargs.model.normalize_embedding = False  # Not tried at this size.
+  kwargs.model.bigram_rows = 0  # Not tried at this size.
+  kwargs.model.tie_embeddings = True
   kwargs.model.max_length = 2048
   kwargs.model.attention = 'flash'  # It keeps no 2048 x 2048 scores in memory.
   kwargs.model.dtype = 'bfloat16'
@@ -49,6 +51,7 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.eval_batches = 50
   kwargs.learning_rate = 3e-4  # The usual rate for models of this size.
   kwargs.warmup_fraction = 0.05
+  kwargs.b2 = 0.95
   kwargs.decay = 'cosine'
   kwargs.final_learning_rate = 0.1
   return config

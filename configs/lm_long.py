@@ -28,6 +28,10 @@ def get_config() -> config_dict.ConfigDict:
   kwargs.model.embed_dim = 192
   kwargs.model.num_heads = 6
   kwargs.model.mlp_dim = 512
+  # Not tried at this size.
+  kwargs.b2 = 0.95
+  kwargs.model.tie_embeddings = True
+  kwargs.model.bigram_rows = 0
   # Wider models need a smaller rate.
   kwargs.learning_rate = 2.5e-3
   kwargs.warmup_fraction = 0.0125

@@ -281,6 +281,29 @@ def drop(
   return jnp.where(keep, x / (1 - rate), 0)
 
 
+# ---- Pairs of tokens.
+
+
+def hash_pairs(before: jax.Array, tokens: jax.Array, rows: int) -> jax.Array:
+  """Returns a row of a table for each pair of tokens.
+
+  Different pairs may share a row.
+
+  Args:
+    before: the token before each, integers from 0 on.
+    tokens: integers from 0 on, of the same shape.
+    rows: the number of rows of the table.
+
+  Returns:
+    int32 below `rows`, of the same shape.
+  """
+  # Odd factors, as in xxHash. The products keep only their lowest 32 bits.
+  a, b = jnp.uint32(2654435761), jnp.uint32(2246822519)
+  mixed = (tokens.astype(jnp.uint32) * a) ^ (before.astype(jnp.uint32) * b)
+  mixed = (mixed ^ (mixed >> 15)) * b
+  return ((mixed ^ (mixed >> 13)) % jnp.uint32(rows)).astype(jnp.int32)
+
+
 # ---- Positions.
 
 

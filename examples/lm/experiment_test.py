@@ -36,7 +36,7 @@ def tiny_config(folder):
   kwargs.update(tokenizer='bytes', length=16, batch_size=8, eval_batch_size=6)
   kwargs.update(learning_rate=1e-2, warmup_fraction=0.1, sample_length=20)
   kwargs.model.update(vocab_size=257, num_layers=1, embed_dim=32, num_heads=2)
-  kwargs.model.update(mlp_dim=64, max_length=32)
+  kwargs.model.update(mlp_dim=64, max_length=32, bigram_rows=50)
   kwargs.decode.max_decode_steps = 6
   return config
 
@@ -107,12 +107,13 @@ def test_experts_learn_and_their_biases_move(config, tmp_path):
   moves = bias * 2**7
   np.testing.assert_array_equal(moves, np.round(moves))
   assert 0 < np.abs(moves).max() <= 20  # Once a step.
-  # The embedding, the norms, attention, the router, and the shared part.
-  rest = 257 * 32 + 4 * 32 + 4 * 32 * 32 + 32 * 4 + 3 * 32 * 8
+  # The tables, the norms, attention, the router, and the shared part. A token
+  # reads one row of the pairs.
+  rest = 2 * 257 * 32 + 4 * 32 + 4 * 32 * 32 + 32 * 4 + 3 * 32 * 8
   expert = 3 * 32 * 64
   text = result.experiment.summary()['Parameters']
-  assert f'{rest + 4 * expert:,} (' in text
-  assert f'{rest + 2 * expert:,} active for a token' in text
+  assert f'{rest + 50 * 32 + 4 * expert:,} (' in text
+  assert f'{rest + 32 + 2 * expert:,} active for a token' in text
 
 
 def test_losses_of_routers_are_part_of_the_loss(config):

@@ -292,6 +292,7 @@ def _read_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     | {
       'positions': 'rotary',
       'normalize_embedding': False,
+      'bigram_rows': 0,
       'feed_forward': _ACTIVATIONS.get(facts['hidden_act'], 'swiglu'),
       'windows': facts['layer_types'],
       'query_scale': facts['query_pre_attn_scalar'] ** -0.5,
@@ -681,7 +682,8 @@ def _run_config(hf: Mapping[str, Any]) -> config_dict.ConfigDict:
   kwargs.model = config_dict.ConfigDict(kwargs.model.to_dict() | options)
   model.ModelConfig(**kwargs.model)  # Refuses impossible sizes.
   kwargs.update(length=min(length, 512), batch_size=8, packing='packed')
-  kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, sample_prompt='The')
+  kwargs.update(learning_rate=1e-5, warmup_fraction=0.05, b2=0.95)
+  kwargs.sample_prompt = 'The'
   kwargs.sample_length = min(64, length // 2)
   kwargs.decode.max_decode_steps = min(128, length // 2)
   return config

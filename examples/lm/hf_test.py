@@ -240,12 +240,13 @@ def test_what_repeats_the_model_is_passed_over(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'option', ['positions', 'feed_forward', 'query_scale', 'logits_cap']
+  'option',
+  ['positions', 'feed_forward', 'query_scale', 'logits_cap', 'bigram_rows'],
 )
 def test_an_export_refuses_options_that_no_family_has(option):
   values = {**options_of('llama'), 'normalize_embedding': False}
   assert hf._write_config(model.ModelConfig(**values))['model_type'] == 'llama'
-  wrong = {'positions': 'learned', 'feed_forward': 'gelu'}
+  wrong = {'positions': 'learned', 'feed_forward': 'gelu', 'bigram_rows': 3}
   values[option] = wrong.get(option, 3.0)
   with pytest.raises(errors.UsageError, match=option):
     hf._write_config(model.ModelConfig(**values))

@@ -36,7 +36,7 @@ from jaxline.parallel import pipeline
 
 Params = dict[str, dict[str, Any]]
 Pair = tuple[jax.Array, jax.Array]  # Keys and values.
-Cache = tuple[Pair, ...] | Pair  # See `empty_cache`.
+Cache = Any  # See `empty_cache`.
 
 _CHOICES = {
   'positions': ('rotary', 'learned'),
@@ -76,6 +76,8 @@ class ModelConfig:
       embedding.
     normalize_embedding: whether to normalize the input of the first layer too.
       If not, it is as small as the entries of the embedding.
+    bigram_rows: rows of a second embedding, which a hash of a token and the
+      token before it selects, and which is added to the first; 0 means none.
     rotary_base: base of the rotary periods; the longest is nearly 2 pi times
       this number.
     rotary_scaling: stretches these periods: see `transformer.rotary_angles`.
@@ -161,6 +163,7 @@ class ModelConfig:
   embedding_scale: bool = False
   tie_embeddings: bool = True
   normalize_embedding: bool = False
+  bigram_rows: int = 0
   feed_forward: str = 'gelu'
   num_experts: int = 1
   experts_per_token: int = 1
@@ -189,9 +192,12 @@ class ModelConfig:
       # Options of compiled programs are hashed, so they must not be lists.
       if isinstance(value, list):
         object.__setattr__(self, field.name, tuple(value))
-      if field.type is int and (type(value) is not int or value < 1):
+      may_be_0 = field.default == 0
+      least = 0 if may_be_0 else 1
+      if field.type is int and (type(value) is not int or value < least):
         raise ValueError(
-          f'{field.name} must be a positive integer; got {value!r}.'
+          f'{field.name} must be {"0 or " * may_be_0}a positive integer; got'
+          f' {value!r}.'
         )
       if field.name in _CHOICES and value not in _CHOICES[field.name]:
         raise ValueError(
@@ -557,7 +563,7 @@ class Experts(hk.Module):
 
 
 class Embedding(hk.Module):
-  """The token table, and the output layer's table if it is untied."""
+  """The tables of tokens and pairs, and the output layer's if it is untied."""
 
   def __init__(self, config: ModelConfig, name: str = 'embedding'):
     super().__init__(name=name)
@@ -568,6 +574,7 @@ class Embedding(hk.Module):
     tokens_BL: jax.Array,
     start: int | jax.Array,
     positions_BL: jax.Array | None = None,
+    before_BL: jax.Array | None = None,
   ) -> tuple[jax.Array, transformer.Head]:
     """Returns the embedded tokens [B, L, D], and the output layer.
 
@@ -575,6 +582,7 @@ class Embedding(hk.Module):
       tokens_BL: integers below `vocab_size`.
       start: position of the first token; [B] if it differs between rows.
       positions_BL: position of each token; None counts from `start`.
+      before_BL: the token before each; only read with `bigram_rows`.
     """
     c = self._config
     init = hk.initializers.RandomNormal(_SMALL_STDDEV)
@@ -582,6 +590,14 @@ class Embedding(hk.Module):
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
     x_BLD = table_VD[tokens_BL]
+    if c.bigram_rows:
+      # A pair that was not seen in training adds nothing.
+      table_RD = weight(
+        'bigrams', (c.bigram_rows, c.embed_dim), ('vocab', 'embed'), jnp.zeros
+      )
+      x_BLD += table_RD[
+        transformer.hash_pairs(before_BL, tokens_BL, c.bigram_rows)
+      ]
     if c.embedding_scale:  # Round the factor, as Gemma does.
       x_BLD *= jnp.asarray(c.embed_dim**0.5, c.dtype).astype(jnp.float32)
     if c.positions == 'learned':
@@ -679,7 +695,13 @@ def _forward(
 
   room = None if cache is None else jax.tree.leaves(cache)[0].shape[-2]
   position_of = _positions_of_layers(config, start, length, room)
-  x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL)
+  seen = before_BL = None
+  if config.bigram_rows:
+    if cache is not None:
+      seen, cache = cache
+      seen = _extend_seen(seen, tokens_BL, start)
+    before_BL = _before(config, tokens_BL, start, segment_ids_BL, seen)
+  x_BLD, head = Embedding(config)(tokens_BL, start, positions_BL, before_BL)
   x_BLD = partitioning.constrain(
     drop(x_BLD, 0, rows_B), transformer.BETWEEN_BLOCKS
   )
@@ -687,6 +709,7 @@ def _forward(
   more: Any = None
   if cache is not None:
     x_BLD, more = _decode_layers(config, layer, x_BLD, cache, rows_B)
+    more = more if seen is None else (seen, more)
   elif config.pipeline_stages > 1 and not hk.running_init():
     x_BLD = _pipelined(config, layer, x_BLD, segment_ids_BL, rows_B)
   else:
@@ -700,6 +723,49 @@ def _forward(
       name=_STACK,
     )(one)(x_BLD, jnp.arange(config.num_layers))
   return Norm(config, 'final_norm')(x_BLD), head, more
+
+
+def _extend_seen(
+  seen: jax.Array, tokens_BL: jax.Array, start: int | jax.Array
+) -> jax.Array:
+  """Writes new tokens into the cache of tokens; see `empty_cache`."""
+  shape = seen.shape
+  seen_B1M1 = seen.reshape(shape[-4:])
+  new_BL11 = tokens_BL[..., None, None].astype(seen.dtype)
+  return transformer.update_cache(seen_B1M1, new_BL11, start).reshape(shape)
+
+
+def _before(
+  config: ModelConfig,
+  tokens_BL: jax.Array,
+  start: int | jax.Array,
+  segment_ids_BL: jax.Array | None,
+  seen: jax.Array | None,
+) -> jax.Array:
+  """Returns the token before each, or V for the first one of a document.
+
+  Args:
+    config: the model.
+    tokens_BL: integers below V, at the positions from `start` on.
+    start: position of the first token; [B] if it differs between rows.
+    segment_ids_BL: the document of each token; None means one document per row.
+    seen: the tokens of all positions; None if there are none before `start`.
+  """
+  batch, length = tokens_BL.shape
+  none = tokens_BL.dtype.type(config.vocab_size)
+  first_B1 = jnp.full((batch, 1), none)
+  if seen is not None:
+    start_B1 = jnp.broadcast_to(jnp.reshape(start, (-1, 1)), (batch, 1))
+    tokens_BM = seen.reshape(batch, -1).astype(tokens_BL.dtype)
+    last_B1 = jnp.take_along_axis(tokens_BM, start_B1 - 1, 1, mode='clip')
+    first_B1 = jnp.where(start_B1 > 0, last_B1, first_B1)
+  # A prompt of one token leaves none for the first call.
+  before_BL = jnp.concatenate([first_B1, tokens_BL], axis=1)[:, :length]
+  if segment_ids_BL is not None:
+    is_same = segment_ids_BL[:, 1:] == segment_ids_BL[:, :-1]
+    is_same_BL = jnp.pad(is_same, ((0, 0), (1, 0)))
+    before_BL = jnp.where(is_same_BL, before_BL, none)
+  return before_BL
 
 
 def _positions_of_layers(
@@ -1018,6 +1084,9 @@ def active_weights(params: Params, config: ModelConfig) -> int:
   total = 0
   for module, leaves in params.items():
     for name, x in leaves.items():
+      if name == 'bigrams':
+        total += x.shape[1]  # Of all rows, a token reads one.
+        continue
       is_experts = module.endswith('experts') and name in ('in', 'out')
       part = config.num_experts if is_experts else 1
       total += x.size // part * (config.experts_per_token if is_experts else 1)
@@ -1086,7 +1155,8 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
   Returns:
     Two arrays [B, G, M, K] of `dtype` for each layer. If the layers are
     scanned, two arrays [N, B, G, M, K] for all layers. `config.cache_axis` is
-    the axis of B.
+    the axis of B. With `bigram_rows`, a pair: an array of the tokens with the
+    axes of keys, of which only B and M are not 1; and these arrays.
 
   Raises:
     ValueError: the length exceeds `max_length`.
@@ -1101,9 +1171,13 @@ def empty_cache(config: ModelConfig, batch: int, length: int) -> Cache:
     shape = (*layers, batch, config.kv_heads, length, config.head_dim)
     return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
 
+  layers: Any = tuple(pair() for _ in range(config.num_layers))
   if config.scan_layers:
-    return pair(config.num_layers)
-  return tuple(pair() for _ in range(config.num_layers))
+    layers = pair(config.num_layers)
+  if not config.bigram_rows:
+    return layers
+  stack = (1,) * config.cache_axis
+  return jnp.zeros((*stack, batch, 1, length, 1), jnp.int32), layers
 
 
 def decode_step(

@@ -30,6 +30,7 @@ VARIANTS = {
   'learned_swiglu': dataclasses.replace(
     TINY, positions='learned', feed_forward='swiglu'
   ),
+  'bigrams': dataclasses.replace(TINY, bigram_rows=7),
 }
 
 
@@ -90,8 +91,86 @@ def _assert_trees_close(actual, expected, **tolerance):
   )
 
 
-def test_documents_packed_into_a_row_cost_what_they_cost_alone():
-  config = VARIANTS['learned_swiglu']
+# ---- An independent program: numpy, float64, one position at a time.
+
+
+def _numpy_norm(x, scale):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def _numpy_turn(vector, position):
+  """Turns pairs as complex numbers."""
+  half = len(vector) // 2
+  pairs = vector[:half] + 1j * vector[half:]
+  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
+  return np.concatenate([pairs.real, pairs.imag])
+
+
+def _numpy_attention(q_LK, k_LK, v_LK):
+  out = []
+  for i in range(len(q_LK)):
+    scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
+    p = np.exp(scores) / np.exp(scores).sum()
+    out.append(p @ v_LK[: i + 1])
+  return np.array(out)
+
+
+def _numpy_logits(params, tokens_L, config):
+  w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = w['embedding']['tokens'][tokens_L]
+  if config.bigram_rows:
+    for i, token in enumerate(tokens_L):
+      before = tokens_L[i - 1] if i else config.vocab_size
+      mixed = int(token) * 2654435761 % 2**32 ^ int(before) * 2246822519 % 2**32
+      mixed = (mixed ^ mixed >> 15) * 2246822519 % 2**32
+      x[i] += w['embedding']['bigrams'][(mixed ^ mixed >> 13) % 7]
+  if config.positions == 'learned':
+    x = x + w['embedding']['positions'][: len(tokens_L)]
+  for n in range(config.num_layers):
+    attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
+    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
+    branch = 0
+    for head in range(config.num_heads):
+      q, k, v = (h @ attention['qkv'][n, :, i, head] for i in range(3))
+      if config.positions == 'rotary':
+        q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
+        k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
+      branch = branch + _numpy_attention(q, k, v) @ attention['out'][n, head]
+    x = x + branch
+    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
+    a = h @ feed_forward['in'][n, :, 0]
+    if config.feed_forward == 'swiglu':
+      a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
+    else:
+      inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
+      a = 0.5 * a * (1 + np.tanh(inner))
+    x = x + a @ feed_forward['out'][n]
+  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
+
+
+@pytest.mark.parametrize('name', VARIANTS)
+def test_logits_and_loss_match_an_independent_program(name):
+  config = VARIANTS[name]
+  params, tokens = params_of(config), _tokens(config)
+  logits = _apply(params, tokens, config)
+  expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
+  np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+  targets = np.roll(tokens, 1, axis=1)
+  weights = np.arange(tokens.size, dtype=np.float32).reshape(tokens.shape) % 3
+  nats = np.log(np.exp(expected).sum(-1)) - np.take_along_axis(
+    expected, targets[..., None], -1
+  ).squeeze(-1)
+  total, weight, _ = jax.jit(model.loss, static_argnums=4)(
+    params, tokens, targets, weights, config
+  )
+  assert weight == weights.sum()
+  np.testing.assert_allclose(total, (nats * weights).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['learned_swiglu', 'bigrams'])
+def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
+  config = VARIANTS[name]
   params, lengths = params_of(config), (5, 1, 6)
   tokens = [_tokens(config, 1, n, seed=n) for n in lengths]
   loss = jax.jit(_mean_loss, static_argnums=2)
@@ -217,7 +296,13 @@ def test_flash_attention_in_a_pipeline_over_two_devices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ('name', 'scan_layers'), [('rotary_gelu', False), ('learned_swiglu', True)]
+  ('name', 'scan_layers'),
+  [
+    ('rotary_gelu', False),
+    ('learned_swiglu', True),
+    ('bigrams', False),
+    ('bigrams', True),
+  ],
 )
 def test_rows_decode_from_positions_of_their_own(name, scan_layers):
   config = dataclasses.replace(VARIANTS[name], scan_layers=scan_layers)
@@ -300,6 +385,7 @@ def test_dropout_in_training_only_and_the_same_scanned_or_not():
     ({'pipeline_stages': 3}, '2 layers do not divide over 3 stages'),
     ({'pipeline_microbatches': 2}, 'no effect with pipeline_stages=1'),
     ({'matmul': 'fp8', 'pipeline_stages': 2}, 'pipeline of 2 stages would add'),
+    ({'bigram_rows': -1}, 'bigram_rows must be 0 or a positive integer'),
     ({'dropout': 1.0}, r'dropout must lie in \[0, 1\); got 1.0'),
     ({'experts_per_token': 2}, 'experts_per_token must be at most num_experts'),
     ({'router_scale': 2.0}, 'router_scale=2.0 has no effect'),
@@ -328,6 +414,7 @@ def test_errors_about_lengths():
 
 # Options of a layer. `hf_test.py` compares each with transformers.
 OPTIONS = {
+  'bigrams': {'bigram_rows': 7},
   'grouped': {'num_kv_heads': 1, 'qkv_bias': True, 'qk_norm': True},
   'windows': {'windows': (3, 0), 'local_rotary_base': 1e2, 'num_layers': 4},
   'gemma': {

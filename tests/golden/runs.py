@@ -49,6 +49,9 @@ _LM = {
   # What configs/lm.py had when they were recorded.
   'model.vocab_size': 257,
   'model.normalize_embedding': False,
+  'model.bigram_rows': 0,
+  'model.tie_embeddings': True,
+  'b2': 0.95,
   'tokenizer': 'bytes',
   'decay': 'cosine',
   'final_learning_rate': 0.05,
