@@ -173,8 +173,8 @@ class Evaluation:
         none); raises an error if a signal ends the run.
     """
     config, checkpointer = self._config, self._checkpointer
-    # Training saves its initial weights with `restore_from`, or if asked to.
-    # Wait for this checkpoint, unless this experiment has the same weights.
+    # Training saves its initial weights if `restore_from` is set, or if asked
+    # to. Wait for this checkpoint, unless this experiment has the same weights.
     is_saved = config.restore_from or (
       config.save_initial_train_checkpoint and not self._starts_as_run
     )

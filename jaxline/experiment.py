@@ -354,7 +354,7 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     raise NotImplementedError(f'{self.__class__.__name__} has no `decode`.')
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore should read an entry or an array.
+    """Returns whether a restore should read `name`, an entry or an array in it.
 
     By default it reads the entries of the checkpoint attributes, or all entries
     if the class overrides `snapshot_state`.

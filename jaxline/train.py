@@ -135,8 +135,8 @@ class Run:
     training = Training(self)
     state = training.state
     evaluator = self.make_evaluation(until=state.global_step)
-    # Evaluations at and after the restored step are repeated, so their records
-    # are deleted. The step's own record stays if a note marks it complete.
+    # Evaluations after the restored step are repeated, so their records are
+    # deleted. The step's own record stays only if a note marks it complete.
     if state.global_step in evaluator.done:
       last, lengths = state.global_step, evaluator.noted[-1].lengths
     elif state.global_step and not protocol.is_new(checkpointer):
@@ -334,7 +334,7 @@ class Training:
       self.experiment: Any = experiments.construct(
         run.experiment_class, 'train', init_rng, config
       )
-    # Log it only now: an error caused by the config should not scroll away.
+    # Log it only now: the long text would hide an error that the config causes.
     logging.info('Training with config:\n%s', config)
     rng = self.experiment.initialize_train_step_rng(rng)
     self.state = protocol.new_state(checkpointer, self.experiment, rng)
@@ -360,7 +360,7 @@ class Training:
       self.experiment,
       config.on_nonfinite,
       config.max_nonfinite_steps,
-      # The loop waits for this step anyway, right after the hooks.
+      # Check the step that the loop waits for anyway, right after the hooks.
       max(1, experiment_lib.max_steps_in_flight(config) - 1),
     )
     for action in run.periodic_actions:

@@ -1,8 +1,8 @@
 """Writes checkpoints in the background, and removes old ones.
 
-`write` takes a copy of the state in host memory (`contents`). It waits until
-the logs are on disk, writes the arrays as new data (`arrays`) and, as the last
-file, the manifest. `apply_retention` removes checkpoints, and deletes data
+`write` gets a copy of the state (`contents`), already in host memory. It waits
+until the logs are on disk, writes the arrays as new data (`arrays`) and, as the
+last file, the manifest. `apply_retention` removes checkpoints, and deletes data
 that no manifest names (`manifests`).
 """
 
@@ -140,7 +140,7 @@ class Saver:
       self._mark.write(data=sorted(data))
     else:
       self._mark.stop()
-    # Perhaps only the earlier mark kept its data.
+    # Delete earlier marked data if nothing else names it.
     self.manifests.collect_garbage(self._marked - {*data})
     self._marked = {*data}
 

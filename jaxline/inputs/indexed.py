@@ -29,8 +29,8 @@ import numpy as np
 
 from jaxline.inputs import base
 
-# Grain's shuffle of fewer records takes up to a millisecond per record, so
-# NumPy shuffles them in memory. Changing the limit changes the order of data.
+# For fewer records than this limit, Grain's shuffle takes up to a millisecond
+# per record, so NumPy shuffles. Changing the limit changes the order of data.
 _SMALL = 2**16
 _MAX_CLOSE_SECS = 30  # `close` waits this long for workers to end.
 
@@ -350,7 +350,7 @@ def _start_worker(index: int, count: int) -> None:
 def record_generator(
   seed: int, stage: int, epoch: int, record: int
 ) -> np.random.Generator:
-  """Returns a record's generator in an epoch; `stage` numbers its uses."""
+  """Returns the random generator of a record in an epoch, for use `stage`."""
   bits = np.random.Philox(
     key=np.array([seed % 2**64, 2**63 + stage], np.uint64),
     counter=np.array([0, 0, epoch, record], np.uint64),

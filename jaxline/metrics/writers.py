@@ -65,7 +65,7 @@ class MetricWriter(contextlib.AbstractContextManager):
     self._backends: list[Backend] = []
     for backend in backends:
       self.add(backend)
-    # It is reentrant, since a signal handler may interrupt a write and write.
+    # It is reentrant: a signal handler that interrupts a write may write too.
     self._lock = threading.RLock()
     # The records since the last flush. If there are any, the executor has a
     # call that writes them all.
@@ -138,7 +138,7 @@ class MetricWriter(contextlib.AbstractContextManager):
 
   def _write(self, queued: collections.deque[_Item]) -> None:
     """Converts and writes all queued records; keeps the first error."""
-    # Waking this thread costs the training thread more than a record.
+    # Collect records: each wake of this thread delays the training thread.
     if queued is self._items and time.monotonic() - self._written < _LINGER:
       time.sleep(_LINGER)
     items: list[_Item] = []

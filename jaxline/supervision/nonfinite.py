@@ -42,8 +42,8 @@ class Guard(periodic.Action):
   'loss' or 'grad', unless their buffer was donated to a later step.
 
   It checks a step `steps_late` steps later, when the loop waits for the step's
-  end anyway. Call `wait` before you save. After the first step whose NONFINITE
-  is -1, the scalar `zero_weight_steps` counts such steps since this start.
+  end anyway. Call `wait` before you save. The scalar `zero_weight_steps` counts
+  the steps of this process whose batch had no weight (NONFINITE is -1), if any.
   """
 
   def __init__(
@@ -108,7 +108,7 @@ class Guard(periodic.Action):
     in_a_row, names = 1, scalars
     if flag is not None:
       array, index = flag
-      # If packed, these are the bits of an int32.
+      # A packed flag is a uint32 with an int32's bits. `astype` undoes this.
       in_a_row = int(np.asarray(array)[index].astype(np.int32))
       self._num_empty += in_a_row < 0
       if in_a_row < 0 and self._num_empty == 1:
