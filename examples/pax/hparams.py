@@ -350,7 +350,11 @@ class Configurable(abc.ABC):
       check.require(f'{where}.{name}', getattr(hparams, name))
     for expected, holds in self._RULES.items():
       if not holds(hparams):
-        raise errors.UsageError(f'{where} expects {expected}; got {hparams}.')
+        words = re.findall(r'\w+', expected)
+        got = {
+          n: x for n in words if (x := getattr(hparams, n, None)) is not None
+        }
+        raise errors.UsageError(f'{where} expects {expected}; got {got}.')
     for names in self._EXCLUSIVE:
       # '' counts as set: as a regular expression, it matches every name.
       given = {n: x for n in names if (x := getattr(hparams, n)) or x == ''}

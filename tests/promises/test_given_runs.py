@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import pathlib
 import shutil
 import sys
 import types
@@ -322,50 +323,84 @@ def test_an_override_of_a_key_that_is_not_there_is_refused(run):
 # Where a class is looked for.
 
 
-# Folders with the module `shown.mine.own`, the working directory, where it is
-# found: the nearest folder, after that of the program, if not everybody may
-# write there. `shown` is also an installed package without it.
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+  """An installed package `shown` without the module `shown.mine.own`."""
+  installed = tmp_path / 'lib' / 'site-packages'
+  (installed / 'shown' / 'other').mkdir(parents=True)
+  for package in ('shown', 'shown/other'):
+    (installed / package / '__init__.py').touch()
+  monkeypatch.setattr(sys, 'path', [*sys.path, str(installed)])
+  yield tmp_path
+  for name in [x for x in sys.modules if x.split('.')[0] == 'shown']:
+    del sys.modules[name]
+
+
+def add(folder):
+  """Puts `shown/mine/own.py` into a folder."""
+  path = folder / 'shown' / 'mine' / 'own.py'
+  path.parent.mkdir(parents=True)
+  for package in (path.parent, path.parent.parent):
+    (package / '__init__.py').touch()
+  path.write_text(f'class Mine:\n  place = {str(folder)!r}\n')
+  return str(folder)
+
+
+def place():
+  config = config_dict.ConfigDict({'experiment_class': 'shown.mine.own:Mine'})
+  return experiment.resolve_experiment_class(config).place
+
+
+# Folders with the module, the working directory, where it is found: the nearest
+# folder, after that of the program, if not everybody may write there.
 @pytest.mark.parametrize(
   ('having', 'cwd', 'found'),
   [
-    (['a', 'a/b'], 'a/b/c/notebooks', 'a/b'),
+    (['a'], 'a', 'a'),
+    (['a'], 'a/scripts', 'a'),
+    (['a'], 'a/docs/notebooks', 'a'),
+    (['a', 'a/b'], 'a/b/c', 'a/b'),
     (['program', 'a'], 'a', 'program'),
     (['sticky'], 'sticky/b', None),
   ],
 )
-def test_where_a_class_is_found(having, cwd, found, tmp_path, monkeypatch):
-  monkeypatch.setattr(sys, 'modules', dict(sys.modules))
-  monkeypatch.setattr(sys, 'path', [*sys.path, str(tmp_path / 'lib')])
-  for folder in ('lib', *having):
-    package = tmp_path / folder / 'shown'
-    (package / 'mine').mkdir(parents=True)
-    (package / '__init__.py').touch()
-    if folder != 'lib':
-      (package / 'mine' / 'own.py').write_text(
-        f'class Mine:\n  place = {folder!r}\n'
-      )
-  (tmp_path / cwd).mkdir(parents=True, exist_ok=True)
-  monkeypatch.chdir(tmp_path / cwd)
+@pytest.mark.parametrize('is_imported', [False, True])
+def test_where_a_class_is_found(
+  having, cwd, found, is_imported, places, monkeypatch
+):
+  (places / cwd).mkdir(parents=True)
+  for folder in having:
+    add(places / folder)
+  monkeypatch.chdir(places / cwd)
   if 'program' in having:
-    monkeypatch.syspath_prepend(tmp_path / 'program')
-  else:
-    importlib.import_module('shown')  # The installed package.
+    monkeypatch.syspath_prepend(places / 'program')
+  elif is_imported:
+    importlib.import_module('shown.other')  # The installed package.
   if 'sticky' in having:
-    (tmp_path / 'sticky').chmod(0o1777)
-  config = config_dict.ConfigDict({'experiment_class': 'shown.mine.own:Mine'})
-  for _ in range(2):
-    if found is None:
-      with pytest.raises(errors.UsageError, match=r'shown\.mine'):
-        experiment.resolve_experiment_class(config)
-    else:
-      assert experiment.resolve_experiment_class(config).place == found
+    (places / 'sticky').chmod(0o1777)
+  if found is None:
+    with pytest.raises(errors.UsageError, match=r'shown\.mine'):
+      place()
+    return
+  assert place() == str(places / found)
+  before = list(sys.path)
+  assert place() == str(places / found)
+  assert sys.path == before
 
 
-def test_a_missing_dependency_is_no_wrong_name(tmp_path, monkeypatch):
-  (tmp_path / 'needs_more.py').write_text('import nothing_like_it')
-  monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(sys, 'path', list(sys.path))
-  config = config_dict.ConfigDict({'experiment_class': 'needs_more:Mine'})
+def test_a_module_that_was_imported_is_the_one(places, monkeypatch):
+  add(places / 'a')
+  monkeypatch.chdir(places / 'a')
+  mine = types.SimpleNamespace(place='imported')
+  module = types.SimpleNamespace(Mine=mine)
+  monkeypatch.setitem(sys.modules, 'shown.mine.own', module)
+  assert place() == 'imported'
+
+
+def test_a_missing_dependency_is_no_wrong_name(places, monkeypatch):
+  folder = pathlib.Path(add(places / 'a'))
+  (folder / 'shown' / 'mine' / 'own.py').write_text('import nothing_like_it')
+  monkeypatch.chdir(folder)
   with pytest.raises(ModuleNotFoundError, match='nothing_like_it') as e:
-    experiment.resolve_experiment_class(config)
+    place()
   assert not isinstance(e.value, errors.UsageError)

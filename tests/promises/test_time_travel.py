@@ -83,10 +83,13 @@ def test_a_fingerprint_depends_on_every_bit_and_not_on_the_sharding():
 
 
 def test_a_fingerprint_of_scalars_on_different_devices():
-  loss = jax.pmap(jnp.square)(jnp.ones(jax.local_device_count()))
-  last = jax.device_put(jnp.float32(2), jax.local_devices()[-1])
-  found = fingerprints.of_step({'loss': loss, 'last': last, 'rate': 0.1}, {})
-  assert found == fingerprints.of_step({'loss': loss}, {})
+  first, *_, last = (
+    jax.device_put(jnp.float32(2), x) for x in jax.local_devices()
+  )
+  found = fingerprints.of_step(
+    {'loss': first, 'of_last': last, 'rate': 0.1}, {}
+  )
+  assert found == fingerprints.of_step({'loss': first}, {})
 
 
 def test_steps_keep_their_numbers_in_a_file_that_lost_some(shared, tmp_path):
