@@ -54,7 +54,7 @@ class Stateful:
     return {}
 
   def wants_restored(self, name: str) -> bool:
-    """Returns whether a restore should read an entry or an array.
+    """Returns whether a restore should read `name`.
 
     Args:
       name: the name of an entry, or of an array in it: 'state/params/w'. An

@@ -21,7 +21,7 @@ KEYS = (
   Key('max_checkpoints_to_keep', 5, COUNT,
       'Number of newest checkpoints of `latest` to keep.'),
   Key('max_best_checkpoints_to_keep', None, optional(COUNT),
-      'Number of checkpoints of `best` to keep. None means'
+      'Number of newest checkpoints of `best` to keep. None means'
       ' `max_checkpoints_to_keep` in the per-device style, 1 in the sharded.'),
   Key('keep_checkpoint_every_steps', None, optional(COUNT),
       'Never delete the first checkpoint of `latest` at or after each multiple'
