@@ -37,7 +37,7 @@ ROWS: dict[str, tuple[list[str], float]] = {
   'cosine to 5% of the peak': (_COSINE, 1.0),
   'embedding not normalized': (_SMALL, 1.0),
   'bytes for tokens': (_BYTES, 1.15),
-  'none of these: the recipe before': (_BYTES + _SMALL + _COSINE, 1.15),
+  'none of these: the earlier recipe': (_BYTES + _SMALL + _COSINE, 1.15),
 }
 # Documents whose hash is below this fraction are held out. The 5% that
 # configs/lm.py holds out would be among them, but are not in these files: about

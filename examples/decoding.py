@@ -18,10 +18,9 @@ contract:
   put it into the cache too, because rows are repeated and reordered along
   `cache_axis`.
 - `logits_BLV` is float32: the logits of the token after each given one.
-- The function is pure. It is traced twice: for the prompts, with L = T - 1, and
-  in the body of a loop, with L = 1 and, for N continuations of a prompt, N
-  times the rows. The logits of the prompts are not used, so XLA leaves out the
-  product that makes them.
+- The function is pure. It is traced twice: for the prompts, with L = T - 1 and
+  B rows, and in the body of a loop, with L = 1 and R rows. The logits of the
+  prompts are not used, so XLA leaves out the product that makes them.
 
 Shapes: B prompts, T prompt length, N continuations of a prompt, R = B x N rows,
 S max_decode_steps, V vocab, K candidates; L and M as above.
@@ -179,9 +178,9 @@ def decode(
   if options.method == 'sample' and rng is None:
     raise ValueError("method is 'sample', but rng is None; expected a key.")
   if length > 1:
-    # The loop starts with the last token of each prompt. If that token is among
-    # these as well, it is computed twice with the same result. This way, only
-    # logits that are needed are computed.
+    # Leave out the last column: the loop starts with the last token of each
+    # prompt and computes its logits. In a shorter prompt, this token is in the
+    # other columns too, and is computed twice with the same result.
     _, cache = step_fn(cache, prompts_BT[:, :-1], jnp.zeros([batch], jnp.int32))
   start_B = lengths_B - 1
   token_B = jnp.take_along_axis(prompts_BT, start_B[:, None], axis=1)[:, 0]

@@ -10,8 +10,8 @@ There are two layouts of the slots:
 
 * Without a capacity, no token is dropped. The slots are sorted by expert, and a
   grouped product multiplies each slot by its expert's matrix. It is
-  `lax.ragged_dot`, or on CPU, where that is slow, a loop over blocks of slots
-  of one expert.
+  `lax.ragged_dot`, or on CPU, where that is slow, a loop over blocks of slots,
+  each of one expert.
 * With a capacity, each expert has the same number of slots in each row, and
   drops the tokens that come later in the row (Lepikhin et al., "GShard", 2020).
   The products are dense.
@@ -68,7 +68,7 @@ class Options:
   def slots(self, length: int, experts: int) -> int:
     """Returns the number of slots of an expert in a row of `length` tokens."""
     slots = self.capacity * length * self.per_token / experts
-    # 1.1 * 100 / 2 is a little more than 55.
+    # Round first: as floats, 1.1 * 100 / 2 is a little more than 55.
     return min(length, max(math.ceil(round(slots, 6)), 1))
 
 
@@ -199,7 +199,7 @@ def mix(
     return run(_Split((), (), (), None), *args)
   rows, *_ = _split(partitioner, ('batch', None, None), x_BLD.shape)
   experts, _, _, mlp = _split(partitioner, IN_AXES, in_EDSF.shape)
-  # Devices may only add up their results if they have the same rows. The
+  # Devices add up their results, so they must have the same rows. But the
   # config's rules may split rows and matrices over the same axis.
   if not set(experts) <= set(rows) and set(experts) & set(rows):
     experts = ()

@@ -115,7 +115,7 @@ def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def parts(out_BLS: jax.Array) -> list[jax.Array]:
   """Splits a fused product [B, L, S, ...] into its S parts."""
-  # Do not index: each gradient would be padded with zeros, and all be added.
+  # Do not index: JAX would pad each part's gradient with zeros and add them up.
   return list(jnp.unstack(out_BLS, axis=2))
 
 
@@ -980,7 +980,7 @@ def pipelined(
     beside: a pytree of arrays [B, ...] that layers read, such as segment ids.
     num_stages: as for `pipeline.pipeline`.
     num_microbatches: the number of parts into which the batch is cut.
-    num_repeats: how often each part goes round the stages.
+    num_repeats: how often each part passes through all stages.
     unroll: whether to unroll a stage's layers instead of looping over them.
     remat: one of `REMATS`.
 

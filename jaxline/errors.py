@@ -25,6 +25,8 @@ _SECTIONS = re.compile(
   r'|(?P<directory_in_use>is in use: another|another run has taken over)'
   r'|(?P<unshared_directory>cannot see)|(?P<process_count>processes saved)'
   r'|(?P<different_scalars>scalars from evaluate)|(?P<lost_process>has lost)'
+  r"|(?P<no_checkpoint>no checkpoint (yet|of ('|step \d+\. Of)))"
+  r'|(?P<invalid_values>config\.(?!mesh\.|experiment_class)\S+ is .*; expected)'
   r'|(?P<worker_exit_codes>Worker process was)|(?P<ended_input>input ended)',
   re.DOTALL,
 )

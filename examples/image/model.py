@@ -27,8 +27,8 @@ class ResNetConfig:
     num_classes: K, the number of classes.
     blocks_per_group: number of residual blocks in each group. The blocks of a
       group have the same width and the same resolution.
-    channels_per_group: output channels of each group. Inside a bottleneck
-      block, there are a quarter of these.
+    channels_per_group: output channels of each group. The inner convolutions of
+      a bottleneck block have a quarter of them.
     strides: stride of each group's first block.
     bottleneck: whether blocks consist of 1x1, 3x3 and 1x1 convolutions. Their
       last BatchNorm starts at zero, so that each block starts as the identity

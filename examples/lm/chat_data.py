@@ -147,7 +147,7 @@ class Codes(tokenization.Tokenizer):
     self._arguments = path, options, answers
     self.options, self.answers = options, answers
     self.prompts = folder.Prompts(path)
-    # Two more codes come before each document and between its conversations.
+    # Two further codes: one before each document, one between conversations.
     self.document_id = 2 * self.prompts.vocab_size
     self.separator = self.document_id + 1
     self.vocab_size = self.separator + 1

@@ -778,8 +778,8 @@ class Experiment(sharded.ShardedExperiment):
       params = model.split_layers(params, config)
 
       def step(cache: Any, tokens_BL: jax.Array, start_B: jax.Array) -> Any:
-        # All prompts begin at 0. Given as one constant instead of one position
-        # per row, it lets the cache be written in one piece.
+        # All prompts begin at position 0. Pass it as a constant and not per
+        # row, so that XLA writes the cache in one piece.
         start = start_B if tokens_BL.shape[1] == 1 else 0
         return model.decode_step(params, tokens_BL, cache, start, config)
 

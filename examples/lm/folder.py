@@ -60,7 +60,7 @@ _BEGIN, _END = '\udc00', '\udc01'
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-  """Turns any error inside into a `UsageError` that names `what` was read."""
+  """Turns any error inside into a `UsageError`, which names `what` was read."""
   try:
     yield
   except (errors.UsageError, ImportError):
@@ -248,7 +248,7 @@ def _templates_of(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def _special_tokens(folder: Path) -> tuple[dict[str, Any], list[Any]]:
-  """Returns the special tokens by name, and all tokens that may be missing."""
+  """Returns the special tokens by name, and all tokens to add if missing."""
   values = read_json(folder, _TOKENIZER_CONFIG)
   added = values.get('added_tokens_decoder')
   if added is None:  # Only old folders need the other file.

@@ -1,8 +1,8 @@
 """DDPG with the environments and the replay buffer in host memory.
 
 It shows how to train with an environment that JAX cannot compile, such as one
-from Gym. The pendulum in NumPy stands for it. Each step waits for the previous
-one, because it acts with the weights of that step.
+from Gym. The pendulum in NumPy stands in for one. Each step waits for the
+previous one, because it acts with the weights of that step.
 """
 
 from collections.abc import Mapping

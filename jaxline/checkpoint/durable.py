@@ -328,7 +328,7 @@ class DurableCheckpointer(protocol.FullCheckpointer):
           found = self.checkpoint(series, at)
         restoring.check_config(found, self.directory, self._declared)
         with found.reading():
-          # Only the best value is restored, but it is void without its weights.
+          # Only the best value is restored, but without its weights it is void.
           if state.get('experiment_module') is None:
             arrays.verify(found.data, found.described, reads=False)
           return found, self._read(found, state, module)

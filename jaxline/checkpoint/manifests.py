@@ -160,7 +160,7 @@ class Manifests:
     before, version = self.store.versioned(key)
     expected = store_lib.NEW if series == 'latest' else version
     self._add_candidate(series, manifest['step'])  # It may replace a manifest.
-    if series == 'best':  # Check now: this process may die before the next one.
+    if series == 'best':  # Check now too: this process may die after the write.
       self._check_data(key, manifest)
     check()
     if self.store.write(key, notes.to_bytes(manifest), expected) is None:
@@ -168,7 +168,7 @@ class Manifests:
         f'{self.store}/{key} already exists: another run writes in this'
         ' directory. Nothing was saved.'
       )
-    if series == 'latest':  # A process that took over may train on from it.
+    if series == 'latest':  # A process that took over may continue from it.
       return check(renews=False)
     try:
       check(renews=False)

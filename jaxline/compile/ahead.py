@@ -1,7 +1,6 @@
 """Compiles a run's steps without its chips (`--jaxline_mode=compile`).
 
-The experiment is built from shapes, over devices of a topology, which hold no
-arrays.
+The experiment is built from shapes, over devices that hold no arrays.
 """
 
 from collections.abc import Sequence

@@ -73,9 +73,8 @@ class Measures:
   flops: float
   # Counts the operands and results of each instruction and of each fusion. A
   # sliced operand counts as the slice, an in-place update as the update, and a
-  # value that is passed on counts as 0. Tile padding, repeated reads by one
-  # kernel and the steps of a collective are excluded. Reads from a cache are
-  # included.
+  # value that is passed on as 0. Tile padding, repeated reads by a kernel and
+  # the steps of a collective do not count. Reads from a cache do.
   hbm_bytes: float
   traffic: tuple[Traffic, ...]  # The largest comes first.
   unknown_loops: tuple[str, ...]  # Titles of loops that count once.

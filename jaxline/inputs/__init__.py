@@ -13,14 +13,14 @@ from jaxline.base.keys import POSITIVE, RANGES, Key, integer, optional
 KEYS = (
   Key('infeed_buffer_size', 3, integer(2),
       'Sharded style: number of batches to read and put on the devices ahead of'
-      ' the step; for small ones up to 32, 16 MiB in all. Batches of an'
-      ' evaluation are only read ahead.', sharded=True),
+      ' the step; up to 32 small ones, 16 MiB in all. Evaluation batches are'
+      ' read ahead, but put on the devices when needed.', sharded=True),
   Key('infeed_stall_secs', 60.0, optional(POSITIVE),
       'When a step has waited this many seconds for its batch, log a warning'
       ' that names what the input is reading. None disables it.', sharded=True),
   Key('skip_batches', '', RANGES,
       'Batches to leave out, counted from 1. The step that would have used the'
-      ' first of a range uses the batch after it.', 'run', sharded=True),
+      ' first of a range uses the one after the range.', 'run', sharded=True),
 )  # fmt: skip
 
 

@@ -191,7 +191,7 @@ class BaseInput:
     self._num_read = 0
 
   def position(self) -> Any:
-    """Returns the position of the next `get_next`, as a value for JSON.
+    """Returns the position of the next batch, as a value for JSON.
 
     Keep it small: it is read and copied with every batch.
     """
@@ -269,7 +269,7 @@ class BaseInput:
     """Returns the name of the input and the place that it reads."""
     try:
       return f'{self.name}, reading {self.where()}'
-    except Exception as e:  # It must not hide an error, or end a stalled run.
+    except Exception as e:  # A description must not hide another error.
       return f'{self.name}, whose where() raised {e!r}'
 
   def get_next_padded(self) -> dict[str, Any]:
@@ -325,7 +325,7 @@ class BaseInput:
         )
       yield batch
 
-  # A mark is a copy of the position after a batch; checkpoints store a state.
+  # Checkpoints store a state: a mark (a copied position) and the identity.
 
   def copy_position(self) -> Any:
     """Returns a copy of the position, or None if it is not saved."""

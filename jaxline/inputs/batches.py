@@ -104,7 +104,7 @@ def pad_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
 def keep_rows(batch: Mapping[str, Any], first: int, end: int) -> dict[str, Any]:
   """Returns a batch in which rows outside [first, end) have weight 0.
 
-  They are copies of the row `first`, so a metric that ignores weights changes.
+  They become copies of row `first`, so a metric that ignores weights changes.
   """
   places = np.arange(num_rows(batch))
   kept = (first <= places) & (places < end)

@@ -76,7 +76,7 @@ class GrainInput(indexed.IndexedInput):
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     numbers = records.tolist()
     if self._is_map_dataset:
-      # Grain numbers records over all epochs: its random nodes then differ.
+      # Grain numbers records over all epochs, so random nodes differ by epoch.
       indices = (epochs * self._length + records).tolist()
       elements = [self._records[i] for i in indices]
     elif len(numbers) >= self._fewest_together and hasattr(

@@ -30,8 +30,7 @@ import numpy as np
 from jaxline.inputs import base
 
 # Below this many records, Grain's shuffle takes up to a millisecond per record,
-# so the order of an epoch is held in memory. Changing this limit would change
-# the order.
+# so the order of an epoch is held in memory. The limit affects this order.
 _SMALL = 2**16
 _MAX_CLOSE_SECS = 30  # `close` waits this long for workers to end.
 

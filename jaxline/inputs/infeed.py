@@ -131,5 +131,5 @@ def _read(
         raise
       yield placed, mark
   finally:
-    # Close it here too: `Infeed.close` may come while the source still starts.
+    # Close it here too: `Infeed.close` may be called before the source starts.
     source.close()

@@ -334,10 +334,9 @@ def load_tokenizer(spec: str | os.PathLike[str] | Tokenizer) -> Tokenizer:
   Args:
     spec: 'bytes'; 'stdlib', this package's SentencePiece model of 2,048 tokens
       for Python source (it decodes to the same text, except U+2581 to a space);
-      or the path of a SentencePiece '.model' or of a `tokenizer.json` of
-      Hugging Face's library `tokenizers`. To choose the document token, append
-      it to the path: 'tokenizer.json#<|endoftext|>'. A `Tokenizer` is returned
-      unchanged.
+      or the path of a SentencePiece '.model' or of a Hugging Face
+      `tokenizer.json`. To choose the document token, append it to the path:
+      'tokenizer.json#<|endoftext|>'. A `Tokenizer` is returned unchanged.
   """
   if isinstance(spec, Tokenizer):
     return spec

@@ -58,7 +58,7 @@ KEYS = (
         'a list of names of writers', lambda x: isinstance(x, list | tuple)
         and all(isinstance(name, str) for name in x)),
       'Writers of numbers, images and texts: `tensorboard`, `jsonl` (which'
-      ' `jaxline.fit` and `.runs` read), or a name of `writers.register`.'),
+      ' `jaxline.fit` and `.runs` read), or your own (`writers.register`).'),
   Key('log_all_hosts', False, BOOLEAN,
       'Log on all hosts instead of only the first.'),
   Key('log_all_train_data', False, BOOLEAN,
@@ -85,8 +85,8 @@ class Mean:
       values: Array of any shape, or a number.
       weights: Array of the same shape or its leading dimensions; it is
         broadcast over the missing ones. A value of weight 0 is ignored and gets
-        a zero gradient, even if it is NaN. (The gradient of its inputs is 0 *
-        NaN = NaN where the derivative is not finite either.) None means 1.
+        a zero gradient, even if it is NaN. (If its derivative is not finite
+        either, its inputs get the gradient 0 * NaN = NaN.) None means 1.
     """
     values = jnp.asarray(values, jnp.float32)
     weights = jnp.asarray(1.0 if weights is None else weights, jnp.float32)

@@ -89,6 +89,7 @@ class Console(contextlib.AbstractContextManager):
     self._compiled_before: float | None = None
     self._earlier: list[dict[str, Any]] = []  # The numbers of earlier steps.
     self._texts: list[str] = []  # The scalars of the newest step, or means.
+    self._num_averaged = 0  # This many steps are averaged in them.
     self._num_first = 2  # This many of them precede the step of the last save.
     self._rate = 0.0  # Smoothed steps per second, for the ETA.
     self._waits_after: Any = ''
@@ -183,8 +184,9 @@ class Console(contextlib.AbstractContextManager):
     if self._best:
       block.append(f'Best {self._best}.')
     if self._texts and self._texts[0].startswith('loss '):
-      loss = f'Last loss: {self._texts[0].split()[1]}'
-      block.append(f'{loss} (mean over at most {_MAX_STEPS} steps).')
+      count, loss = self._num_averaged, self._texts[0].split()[1]
+      steps = f'{count} steps' if count > 1 else 'step'
+      block.append(f'Mean loss over the last {steps}: {loss}.')
     spent = [
       (x - self._spent[k], k) for k, x in goodput.seconds_by_category().items()
     ]
@@ -284,7 +286,7 @@ class Console(contextlib.AbstractContextManager):
     if recent[-1].get('input_wait_fraction', 0) > 0.2:  # The input is slow.
       first.append('input_wait_fraction')
     self._texts = lines.describe(recent, earlier, first)
-    self._num_first = len(first)
+    self._num_first, self._num_averaged = len(first), len(recent)
     if rate is not None:  # It is None for the steps after the last line.
       self._rate = 0.7 * self._rate + 0.3 * rate if self._rate else rate
       if self.mode != 'live':

@@ -25,19 +25,19 @@ from tensorboardX.proto import tensor_pb2
 from jaxline.metrics import files
 
 _TIME = re.compile(r'events\.out\.tfevents\.(\d{10})')
-# TIME.HOST.PID.ID: names by TensorFlow and PyTorch have no such TIME and ID.
+# TIME.HOST.PID.ID; files of TensorFlow and PyTorch have no such TIME and ID.
 _OWN_NAME = re.compile(_TIME.pattern + r'\.\d{6}\..+\.\d+\.[0-9a-f]{8}')
 
 
 class TensorBoardWriter(files.FileBackend):
   """Writes a new event file in a directory that may have older ones.
 
-  In a new file no record follows a truncated one, which would hide it. A batch
-  of images is one tag with B samples. Texts are shown verbatim (no Markdown).
+  The file is new because TensorBoard does not read past a truncated record. A
+  batch of images is one tag with B samples. Texts are shown verbatim.
 
-  `resume` truncates the older event files of this library. TensorBoard may have
-  one open, and would show no more points if it were deleted, or truncated and
-  then appended to. So the new file has SessionLog START events, which tell
+  `resume` truncates the older event files of this library. If TensorBoard has
+  one of them open and this file is deleted, or is truncated and then grows, it
+  shows no more points. So the new file has SessionLog START events, which tell
   TensorBoard to hide the removed points.
   """
 

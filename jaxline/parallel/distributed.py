@@ -90,8 +90,8 @@ def initialize(value: Any) -> None:
     if place is not None and place['num_processes'] > 1:
       _connect(place)
   if has_others():
-    # If three processes lose one later, gloo would abort some of the rest
-    # ('collective mismatch') without this exchange.
+    # Without this exchange, gloo would abort some processes ('collective
+    # mismatch') if one of at least three is lost later.
     multihost_utils.sync_global_devices('start')
 
 

@@ -147,7 +147,7 @@ KEYS = (
   Key('sharding_rules', {}, optional(Check(
         'a dict from logical axis to mesh axes',
         lambda x: get_rules('ddp', x))),
-      "Changes to this preset, such as {'vocab': ('data',)}.",
+      "Changes to the preset, such as {'vocab': ('data',)}.",
       'program', sharded=True),
 )  # fmt: skip
 

@@ -56,7 +56,7 @@ class RunRecord:
   def seconds(self) -> float:
     """The time of the training steps, without pauses between restarts."""
     rates = self.curves.get('train/steps_per_sec', {})
-    # It may have started from a checkpoint whose step is not recorded.
+    # The run may have started from a checkpoint whose step is not recorded.
     is_from = self.recorded.get('restore_from')
     before = self.first_step - 1 or (min(rates, default=0) if is_from else 0)
     pairs = itertools.pairwise([before, *rates])

@@ -123,7 +123,7 @@ def bisect(*paths: str) -> bool:
     f'Compared up to step {last}: {len(compared)} logged steps and'
     f' {len(checkpoints)} kept checkpoints.'
   )
-  if has_parted:  # Start where both have started, or were last equal.
+  if has_parted:  # Start where both began, or were last equal.
     equal = (step + 1 for step in checkpoints if step < upper)
     first, until = max([min(compared, default=1), *equal]), int(upper)
   else:

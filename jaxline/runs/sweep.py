@@ -29,7 +29,7 @@ RANGE = re.compile(r'(uniform|log|int):([^:]+):([^:]+)')
 
 
 def points(axes: Axes, draws: int | None = None) -> list[dict[str, Any]]:
-  """Returns a grid's points, or random ones; more draws keep the first ones."""
+  """Returns a grid's points, or random ones; more draws begin with the same."""
   if draws is None:
     ranges = {k: axis for k, axis in axes.items() if isinstance(axis, str)}
     if ranges or not axes:

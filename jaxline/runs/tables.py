@@ -66,7 +66,7 @@ def metrics(
 
 
 def values(group: Group, name: str, what: str = '') -> list[float]:
-  """Returns each run's `best` or `last` value; by default best, where kept."""
+  """Returns each run's `best` or `last` value; '' means best, or else last."""
   of = [getattr(x, what) if what else x.last | x.best for x in group]
   return [found[name] for found in of if name in found]
 

@@ -24,7 +24,7 @@ class Budget(periodic.Action):
     self._now, self._compiled = _clock(), goodput.compiled_secs()
 
   def skip_time(self, seconds: float) -> None:
-    self.update_time(0.0, 0)  # Only the evaluation came after the last step.
+    self.update_time(0.0, 0)  # Only an evaluation ran since the last step.
 
   def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
     then, compiled = self._now, self._compiled

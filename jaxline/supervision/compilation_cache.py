@@ -20,7 +20,7 @@ from typing import Any
 from absl import logging
 import filelock
 import jax
-from jax._src import compilation_cache as jax_cache  # Nothing public reads.
+from jax._src import compilation_cache as jax_cache  # It reads entries.
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxline.base import disk

@@ -557,7 +557,7 @@ def test_the_summary_says_what_the_run_came_to(capsys):
     assert capsys.readouterr().out.splitlines()[:3] == [
       how,
       'Best bits: 2.5 at step 8.',
-      'Last loss: 2 (mean over at most 100 steps).',
+      'Mean loss over the last step: 2.',
     ]
     console.__exit__(None, None, None)
     assert capsys.readouterr().out == ''
@@ -599,8 +599,8 @@ def test_a_run_in_a_pipe(tmp_path):
   # The numbers of these lines have tests of their own above.
   starts = [
     'Compiled in ', 'step 2 of 4 ', 'step 4 of 4 ', 'eval step 4 | loss ',
-    'New best loss: ', 'Trained to step 4 of 4 ', 'Best loss: ', 'Last loss: ',
-    'Time: ',
+    'New best loss: ', 'Trained to step 4 of 4 ', 'Best loss: ',
+    'Mean loss over the last 2 steps: ', 'Time: ',
   ]  # fmt: skip
   for start, line in zip(starts, out[first + 1 :], strict=False):
     assert line.startswith(start)
