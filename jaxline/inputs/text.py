@@ -251,11 +251,10 @@ class TextInput(indexed.IndexedInput):
       following = np.minimum(document + 1, len(firsts) - 1)
       stops = np.where(following > document, firsts[following], num_tokens)
     elif self.is_training:
-      numbers = epochs.tolist()
-      offsets = {
-        e: _epoch_offset(self.seed(), e, num_tokens) for e in set(numbers)
-      }
-      starts = rows * self.length + [offsets[e] for e in numbers]
+      starts = rows * self.length
+      for epoch in set(epochs.tolist()):
+        offset = _epoch_offset(self.seed(), epoch, num_tokens)
+        starts[epochs == epoch] += offset
       return starts % num_tokens, self.length
     else:
       starts, stops = rows * self.length, np.array(num_tokens)
