@@ -338,8 +338,7 @@ class BaseInput:
       'identity': self.identity(),
       'position': mark,
     }
-    # Convert NumPy numbers to Python numbers.
-    to_plain = operator.methodcaller('item')
+    to_plain = operator.methodcaller('item')  # NumPy's numbers.
     return json.dumps(state, sort_keys=True, default=to_plain).encode()
 
   def get_state(self) -> Any:

@@ -23,10 +23,6 @@ import numpy as np
 from jaxline import errors
 from jaxline.inputs import indexed
 
-# `ArrayRecordDataSource.__getitems__` starts threads. For fewer records on a
-# local disk, reading them one by one takes less time.
-_FEWEST_TOGETHER = 16
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class GrainInput(indexed.IndexedInput):
@@ -75,13 +71,12 @@ class GrainInput(indexed.IndexedInput):
 
   def read(self, records: np.ndarray, epochs: np.ndarray) -> dict[str, Any]:
     numbers = records.tolist()
+    together = len(numbers) >= self._fewest_together
     if self._is_map_dataset:
       # Grain numbers records over all epochs, so random nodes differ by epoch.
       indices = (epochs * self._length + records).tolist()
       elements = [self._records[i] for i in indices]
-    elif len(numbers) >= self._fewest_together and hasattr(
-      self._records, '__getitems__'
-    ):
+    elif together and hasattr(self._records, '__getitems__'):
       elements = self._records.__getitems__(numbers)
     else:
       elements = [self._records[i] for i in numbers]
@@ -117,8 +112,9 @@ class GrainInput(indexed.IndexedInput):
       counts = list(pool.map(_count_records, paths))
       sizes = list(pool.map(lambda x: epath.Path(x).stat().length, paths))
     self._paths = paths
-    is_remote = any('://' in path for path in paths)
-    self._fewest_together = 0 if is_remote else _FEWEST_TOGETHER
+    # `__getitems__` starts threads. On a local disk, fewer records take less
+    # time one by one.
+    self._fewest_together = 0 if any('://' in x for x in paths) else 16
     # File i holds the records [ends[i - 1], ends[i]).
     self._ends = list(itertools.accumulate(counts))
     facts = [list(map(os.path.basename, paths)), sizes, counts]

@@ -130,8 +130,6 @@ class IndexedInput(base.ResumableInput):
       )
     return size
 
-  # These methods implement `BaseInput`.
-
   def read_from(self, position: int) -> Iterator[tuple[dict[str, Any], int]]:
     rows = self.get_global_batch_size()
     end = sys.maxsize - rows if self.repeat else self._size

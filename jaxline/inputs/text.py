@@ -252,9 +252,8 @@ class TextInput(indexed.IndexedInput):
       stops = np.where(following > document, firsts[following], num_tokens)
     elif self.is_training:
       starts = rows * self.length
-      for epoch in set(epochs.tolist()):
-        offset = _epoch_offset(self.seed(), epoch, num_tokens)
-        starts[epochs == epoch] += offset
+      for e in set(epochs.tolist()):
+        starts[epochs == e] += _epoch_offset(self.seed(), e, num_tokens)
       return starts % num_tokens, self.length
     else:
       starts, stops = rows * self.length, np.array(num_tokens)

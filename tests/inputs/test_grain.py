@@ -129,7 +129,8 @@ def test_records_are_stacked():
   ]
 
 
-def test_files_are_read_in_their_order(files):
+@pytest.mark.parametrize('fewest', [0, 16])
+def test_files_are_read_in_their_order(files, fewest):
   for given, expected in (
     (str(files / '*.array_record'), EVERY),
     (files / 'c.array_record', EVERY[5:12]),
@@ -140,6 +141,7 @@ def test_files_are_read_in_their_order(files):
     source = grain.GrainInput(
       files=given, transformations=[decode], batch_size=3, **ONE_EPOCH
     )
+    source._fewest_together = fewest  # Records together, or one by one.
     assert real_rows(source) == expected
 
 
