@@ -233,7 +233,7 @@ def test_from_python(copy):
   config.on_config_change = 'continue'
   experiment = importlib.import_module('examples.lm.experiment')
   names = {'Experiment': experiment.Experiment, 'config': config}
-  for section in ('Use it from Python', 'Use the weights elsewhere'):
+  for section in ('Use the library from Python', 'Use the weights elsewhere'):
     (code,) = blocks(section, 'python')
     code = code.replace('500', '25').replace('=4000', '=20')
     exec(code, names)

@@ -23,6 +23,7 @@ from jaxline.parallel import mesh as mesh_lib
 from tests.programs import hosts
 
 MODEL = {
+  'bigram_rows': 64,
   'vocab_size': 264,
   'num_layers': 4,
   'embed_dim': 32,

@@ -174,7 +174,10 @@ def expected_pieces(case):
   return {
     **of_experts,
     **dict.fromkeys(feed_forward, embed * tensor * layers),
-    "['embedding']['tokens']": embed * tensor,
+    **{
+      f"['embedding']['{name}']": embed * tensor
+      for name in ('tokens', 'bigrams', 'output')
+    },
     "['layers/attention']['qkv']": embed * tensor * layers,
     "['layers/attention']['out']": embed * tensor * layers,
     "['layers/attention_norm']['scale']": embed * layers,
