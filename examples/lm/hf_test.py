@@ -21,9 +21,11 @@ import tokenizers
 import jaxline
 from jaxline import base_config
 from jaxline import errors
+from jaxline import sharded
 from jaxline.base import trees
 from tests import processes
 
+from . import experiment
 from . import hf
 from . import lora
 from . import model
@@ -284,8 +286,8 @@ def tuned(run, folder, **overrides):
 
 def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   imported = run('llama3')
-  experiment = jaxline.load(imported, mode='decode')
-  ((continued,),) = experiment.decode(['HELLO'], jax.random.key(0))
+  loaded_run = jaxline.load(imported, mode='decode')
+  ((continued,),) = loaded_run.decode(['HELLO'], jax.random.key(0))
   assert continued['tokens'] > 0
   result = tuned(imported, tmp_path)
   assert result.history['eval/loss'][-1, 1] > 0
@@ -303,6 +305,28 @@ def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   hf.export_run(tmp_path / 'tuned', out)
   hf.import_model(out, back)
   assert_same_weights(tmp_path / 'tuned', back)
+
+
+class Averaged(experiment.Experiment):
+  """The experiment with averaged weights."""
+
+  def init_fn(self, rng):
+    params, _ = super().init_fn(rng)
+    return params, {sharded.EMA: params}
+
+  def after_update(self, before, after):
+    return sharded.average_weights(before, after, 0.9)
+
+
+def test_an_export_has_the_average_unless_it_is_told(run, tmp_path):
+  rules = (('state/params/(.*)', r'state/params/\1'),)
+  cls = f'{__name__}:Averaged'
+  tuned(run('llama3'), tmp_path, restore_rules=rules, experiment_class=cls)
+  for weights in (None, 'averaged', 'raw'):
+    out, back = tmp_path / f'out-{weights}', tmp_path / f'back-{weights}'
+    hf.export_run(tmp_path / 'tuned', out, weights=weights)
+    hf.import_model(out, back)
+    assert_same_weights(tmp_path / 'tuned', back, weights)
 
 
 def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
