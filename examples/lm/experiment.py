@@ -262,12 +262,12 @@ def find_tokenizer(spec: str, *runs: str | None) -> str:
 
 
 def keep_freed_memory() -> None:
-  """Makes glibc keep freed memory, for steps on a CPU; others do nothing.
+  """Makes glibc keep freed memory; other C libraries stay as they are.
 
-  A step allocates its temporary memory as one block. By default, glibc maps a
-  block of more than 32 MiB anew each time and unmaps it when it is freed. The
-  system then clears every page in every step: a quarter of the CPU time of
-  `configs/lm.py`.
+  A training step allocates its temporary memory as one block. By default, glibc
+  maps a block of more than 32 MiB at each allocation and unmaps it when it is
+  freed. On a CPU, the system then clears every page in every step: a quarter of
+  the CPU time of `configs/lm.py`.
   """
   with contextlib.suppress(AttributeError, OSError):
     mallopt = ctypes.CDLL(None).mallopt

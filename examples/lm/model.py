@@ -1085,7 +1085,7 @@ def active_weights(params: Params, config: ModelConfig) -> int:
   for module, leaves in params.items():
     for name, x in leaves.items():
       if name == 'bigrams':
-        total += x.shape[1]  # Of all rows, a token reads one.
+        total += x.shape[1]  # A token reads one row.
         continue
       is_experts = module.endswith('experts') and name in ('in', 'out')
       part = config.num_experts if is_experts else 1

@@ -50,7 +50,7 @@ from examples.pax import weights
 from jaxline import errors
 from jaxline.parallel import partitioning
 
-LayerTpl = pax_fiddle.Config  # Of a `BaseLayer`.
+LayerTpl = pax_fiddle.Config  # It makes a `BaseLayer`.
 instantiate = pax_fiddle.instantiate
 sub_config_field = hparams_lib.sub_config_field
 template_field = pax_fiddle.template_field

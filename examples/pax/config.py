@@ -96,7 +96,7 @@ class Config:
 def get_config(name: str) -> config_dict.ConfigDict:
   """Returns the config to run an experiment.
 
-  `name` is that of the experiment, or 'NAME:reduced' for its small version.
+  `name` names the experiment, or its small version as 'NAME:reduced'.
   """
   name, _, option = name.partition(':')
   if option not in ('', 'reduced'):

@@ -299,8 +299,8 @@ def _text(value: Any) -> str:
 class Configurable(abc.ABC):
   """A class whose objects are made from hyperparameters.
 
-  `hparams` holds those of an object, frozen. Each field can also be read as an
-  attribute of the object, unless an attribute hides it.
+  `hparams` holds the frozen hyperparameters of an object. You can read each
+  field as an attribute of the object too, unless an attribute hides it.
   """
 
   # Field -> check of its value.

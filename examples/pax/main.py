@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _drop_gone_flags(arguments: list[str]) -> list[str]:
-  """Drops Pax's flags, also of the environment, that are gone; says so."""
+  """Drops flags that only Pax has, with a message; the environment's too."""
   kept = [x for x in arguments if not _PMAP_USE_TENSORSTORE.match(x)]
   if kept != arguments:
     print(

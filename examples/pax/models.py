@@ -340,7 +340,8 @@ class SequenceModel(_TokenModel):
 class ClassificationModel(BaseModel):
   """A model of one label per row, for example of images."""
 
-  # From the input to features [B, D], and from these to logits.
+  # The network computes features [B, D] from the input; `softmax_tpl` computes
+  # logits from the features.
   network_tpl: LayerTpl = template_field(resnets.ResNet)
   softmax_tpl: LayerTpl = template_field(embedding_softmax.FullSoftmax)
   input_field: str = 'image'  # Entry of the batch with the network's input.

@@ -175,7 +175,7 @@ class BaseOptimizer(hparams_lib.Configurable, abc.ABC):
     if weight_decay:
       decay = optax.add_decayed_weights(
         lambda step: weight_decay * self.get_learning_rate(step),
-        # Without a mask, the state would have other names in checkpoints.
+        # The mask only keeps the names that checkpoints have for the state.
         functools.partial(map_with_names, lambda *unused: True),
       )
       steps.insert(-1, decay)

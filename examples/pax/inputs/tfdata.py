@@ -97,7 +97,8 @@ class EpochInput(base_input.Configured, base.ResumableInput):
   """Reads datasets of one epoch each, which a subclass builds.
 
   If `ANY_NUMBER_OF_HOSTS`, a dataset has the records of all hosts. Otherwise,
-  it has those of one host. `op_determinism` makes TensorFlow deterministic.
+  it has the records of one host. `op_determinism` makes TensorFlow
+  deterministic.
   """
 
   op_determinism: bool = True

@@ -147,7 +147,7 @@ class DotProductAttention(base_layer.BaseLayer):
   # Soft cap c: scores become c tanh(score / c). 0 means no cap. On a GPU, a cap
   # needs the 'einsum' implementation.
   atten_logit_cap: float = 0.0
-  # Of the attention weights. Needs the 'einsum' implementation.
+  # Dropout rate of the attention weights; needs the 'einsum' implementation.
   atten_dropout_prob: float = 0.0
   # Whether to scale queries by `PerDimScale`. If None, they are scaled unless
   # `num_kv_heads` is set, because Praxis's class for it has no such scale.
@@ -310,7 +310,7 @@ class DotProductAttention(base_layer.BaseLayer):
     return self.post(mixed), dict(zip(('key', 'value'), extended, strict=True))
 
   def keys_and_values(self, source: jax.Array) -> Cache:
-    """Returns those of a sequence [B, M, D], for `attend_to`."""
+    """Returns keys and values of a sequence [B, M, D], for `attend_to`."""
     return {
       'key': self._split(self.key(source)),
       'value': self._split(self.value(source)),

@@ -26,7 +26,7 @@ class Conv2D(base_layer.BaseLayer):
   keeps the filters of some outputs.
   """
 
-  filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # As of `w`.
+  filter_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # Shape of `w`.
   filter_stride: tuple[int, int] = (1, 1)  # Vertical, horizontal.
   bias: bool = False
 

@@ -92,9 +92,9 @@ class BatchNorm(BaseNormalization):
   therefore draws the scale towards 1.
   """
 
-  decay: float = 0.999  # Of the moving averages.
-  # With -1 in the last normalization of a residual branch, the block starts as
-  # the identity (Goyal et al., 2017).
+  decay: float = 0.999  # Decay of the moving averages.
+  # If it is -1 in the last normalization of a residual branch, the block starts
+  # as the identity (Goyal et al., 2017).
   gamma_init: WeightInit = WeightInit.Constant(0.0)
 
   def setup(self) -> None:

@@ -51,8 +51,8 @@ class ResNetBlock(base_layer.BaseLayer):
   input_dim: int = 0  # Input channels.
   output_dim: int = 0  # A multiple of 4. Inner convolutions have a quarter.
   conv_params: LayerTpl = template_field(convolutions.ConvBNAct)
-  kernel_size: int = 3  # Of the middle convolution.
-  stride: int = 1  # Of the middle convolution and of the shortcut.
+  kernel_size: int = 3  # Size of the middle convolution.
+  stride: int = 1  # Stride of the middle convolution and of the shortcut.
   # All activations, including the one after the sum.
   activation_tpl: LayerTpl = template_field(activations.ReLU)
   # Whether the scale of the last BatchNorm is initially 0, so the block starts
@@ -108,8 +108,8 @@ class ResNet(base_layer.BaseLayer):
   # A `ResNetBlock`. This layer sets its sizes and its `conv_params`.
   block_params: LayerTpl = template_field(ResNetBlock)
   # These have an entry for each group of blocks:
-  strides: tuple[int, ...] = (1, 2, 2, 2)  # Of the first block.
-  channels: tuple[int, ...] = (256, 512, 1024, 2048)  # Of the output.
+  strides: tuple[int, ...] = (1, 2, 2, 2)  # Stride of the first block.
+  channels: tuple[int, ...] = (256, 512, 1024, 2048)  # Output channels.
   blocks: tuple[int, ...] = (3, 4, 6, 3)  # Number of blocks.
   kernels: tuple[int, ...] = (3, 3, 3, 3)  # Size of the middle convolutions.
   # The first convolution: rows, columns and input channels; strides; output

@@ -34,7 +34,7 @@ class _Residual(base_layer.BaseLayer):
   """A layer of sublayers with a normalization and a residual connection."""
 
   input_dims: int = 0  # D.
-  hidden_dims: int = 0  # F. If 0 in a `Transformer`, that of `tr_fflayer_tpl`.
+  hidden_dims: int = 0  # F; 0 in a `Transformer` takes `tr_fflayer_tpl`'s.
   ln_tpl: LayerTpl = template_field(normalizations.LayerNorm)
   # Dropout rates of the sublayers' outputs and of the hidden values.
   residual_dropout_prob: float = 0.0
@@ -120,7 +120,7 @@ class Transformer(_Residual):
   # Both kinds of attention.
   tr_atten_tpl: LayerTpl = template_field(attentions.DotProductAttention)
   tr_fflayer_tpl: LayerTpl = template_field(TransformerFeedForward)
-  atten_dropout_prob: float = 0.0  # Of the attention weights.
+  atten_dropout_prob: float = 0.0  # Rate of the attention weights.
 
   def setup(self) -> None:
     super().setup()

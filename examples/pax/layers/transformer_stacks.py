@@ -45,7 +45,7 @@ class StackedTransformer(base_layer.BaseLayer):
   transformer_layer_params_tpl: LayerTpl = template_field(
     transformer_layers.Transformer
   )
-  checkpoint_policy: str = 'nothing'  # Of each layer; see `Repeat`.
+  checkpoint_policy: str = 'nothing'  # Policy of each layer: see `Repeat`.
 
   _CHECKS = {'num_layers': keys.integer(min=1)}
 
@@ -103,7 +103,7 @@ class StackedTransformer(base_layer.BaseLayer):
 class _RepeatedStack(base_layer.BaseLayer):
   """A stack that delegates to a `Repeat`, its child `repeat`.
 
-  Its methods are those of a `Transformer`. The arrays of its cache are [N, B,
+  It has the methods of a `Transformer`. The arrays of its cache are [N, B,
   ...], where N is the number of layers.
   """
 
@@ -140,7 +140,7 @@ class StackedTransformerRepeated(_RepeatedStack):
   # The repeated block, which is often one layer.
   block: LayerTpl = template_field(StackedTransformer)
   x_times: int = 0  # Number of repetitions.
-  checkpoint_policy: str = 'full'  # Of each block; see `Repeat`.
+  checkpoint_policy: str = 'full'  # Policy of each block: see `Repeat`.
 
   def setup(self) -> None:
     self._create(self.block, self.x_times, self.checkpoint_policy)
