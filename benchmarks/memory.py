@@ -35,16 +35,17 @@ def _compiled(step: Any, *args: Any) -> dict[str, int]:
 def _activations(config: Any) -> int:
   """Returns the bytes of the activations that a backward pass reads.
 
-  For each layer: both inputs of the norms, queries, keys and values, the
-  attention's weights and the mixed values, and the feed-forward part before and
-  after its activation. For the loss: the input of the last norm, a chunk of
-  logits, and their gradient.
+  For each layer: the inputs and outputs of both norms, queries, keys and
+  values, the attention's weights (none of the first half of the queries for the
+  second half of the keys) and the mixed values, and the feed-forward part
+  before and after its activation. For the loss: the input and output of the
+  last norm, a chunk of logits, and their gradient.
   """
   m = config.model
   parts = 3 if m.feed_forward == 'swiglu' else 2
-  layer = 2 * m.embed_dim + 3 * m.embed_dim + m.num_heads * config.length
-  layer += m.embed_dim + parts * m.mlp_dim
-  loss = m.embed_dim + 2 * m.vocab_size / m.loss_chunks
+  layer = 4 * m.embed_dim + 3 * m.embed_dim + m.embed_dim + parts * m.mlp_dim
+  layer += m.num_heads * config.length * 3 / 4
+  loss = 2 * m.embed_dim + 2 * m.vocab_size / m.loss_chunks
   tokens = config.batch_size * config.length
   return round(4 * tokens * (m.num_layers * layer + loss))
 

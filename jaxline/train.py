@@ -101,6 +101,7 @@ class Run:
     self.console = self.console or console_lib.Console()
     self.log = adapters.full_writer(self.writer)
     self.eval_log = adapters.full_writer(self.eval_writer)
+    devices.keep_freed_memory()
 
   @debug.disable_pmap_jit
   def train(self) -> experiment_lib.AbstractExperiment:

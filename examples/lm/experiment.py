@@ -5,7 +5,6 @@ Shapes: B batch, L length, T prompt.
 
 from collections.abc import Iterator, Sequence
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gzip
@@ -47,9 +46,6 @@ _BIASES, _COUNTS = 'router_biases', 'router_counts'
 _DECAYS = ('linear', 'cosine')
 _PROMPT_FORMATS = ('text', 'special', 'chat')
 _CHUNK = 8  # Number of tokens that `stream` decodes at a time.
-# Options of glibc's `mallopt`: the freed bytes above which it returns memory to
-# the system, and the size from which it maps a block by itself.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Above this number of held-out bytes, xz takes longer than a second or two.
 _MAX_TO_COMPRESS = 4_000_000
 
@@ -261,20 +257,6 @@ def find_tokenizer(spec: str, *runs: str | None) -> str:
   return spec
 
 
-def keep_freed_memory() -> None:
-  """Makes glibc keep freed memory; other C libraries stay as they are.
-
-  A training step allocates its temporary memory as one block. By default, glibc
-  maps a block of more than 32 MiB at each allocation and unmaps it when it is
-  freed. On a CPU, the system then clears every page in every step: a quarter of
-  the CPU time of `configs/lm.py`.
-  """
-  with contextlib.suppress(AttributeError, OSError):
-    mallopt = ctypes.CDLL(None).mallopt
-    for option in _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD:
-      mallopt(option, 2**30)
-
-
 class Experiment(sharded.ShardedExperiment):
   """Trains a language model on files of text."""
 
@@ -329,8 +311,6 @@ class Experiment(sharded.ShardedExperiment):
         f' {len(held_out.names):,} documents held out'
       )
     super().__init__(mode, init_rng, run_config=run_config)
-    if jax.default_backend() == 'cpu':
-      keep_freed_memory()
     self.trainable_rules = self.config.trainable
     if self.config.lora.rank:
       more = self.config.trainable or ()

@@ -2,6 +2,9 @@
 
 import collections
 from collections.abc import Generator, Iterable
+import contextlib
+import ctypes
+import os
 from typing import Any, TypeVar
 
 import jax
@@ -92,6 +95,22 @@ def double_buffer(ds: Iterable[T]) -> Generator[T, None, None]:
 def double_buffer_on_gpu(ds: Iterable[T]) -> Iterable[T]:
   """Returns `double_buffer(ds)` on GPUs, and `ds` on other platforms."""
   return double_buffer(ds) if jax.default_backend() == 'gpu' else ds
+
+
+def keep_freed_memory() -> None:
+  """Makes glibc keep freed memory, if JAX computes on the CPU.
+
+  A step allocates its temporary arrays as one block. By default, glibc maps a
+  large block at each allocation, so the system clears its pages in each step.
+  MALLOC_* and GLIBC_TUNABLES of the environment take precedence.
+  """
+  is_set = any(x.startswith(('MALLOC_', 'GLIBC_TUNABLES')) for x in os.environ)
+  if is_set or jax.default_backend() != 'cpu':
+    return
+  with contextlib.suppress(AttributeError, OSError):  # A different C library.
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: more freed memory is returned.
+    mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger blocks are mapped.
 
 
 def rendezvous() -> None:

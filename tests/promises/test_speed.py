@@ -5,9 +5,13 @@ benchmarks` measures.
 """
 
 import collections
+import os
+import platform
+import resource
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxline import train
 from jaxline.metrics import scalars as scalars_lib
@@ -114,3 +118,19 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
   assert all(x == batch | {'weights': (16,)} for x in copied)
   # Each is copied once. The others are read ahead, as the batches are small.
   assert 8 <= len(copied) <= 8 + 32
+
+
+@pytest.mark.skipif(
+  platform.libc_ver()[0] != 'glibc' or 'MALLOC_' in str(os.environ),
+  reason='Only a run with glibc and its default settings keeps memory.',
+)
+def test_a_run_on_a_cpu_keeps_freed_memory():
+  train.Run(regression.Regression, make_config(1))
+
+  def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytes([1]) * 2**26
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+  page_faults()
+  assert page_faults() < 100
