@@ -74,6 +74,7 @@ class Saver:
       try:
         place = self._store.below(f'data/{data}')
         described = arrays.write(place, content.arrays)
+        content.arrays.clear()  # Free the copy before the next save makes one.
       except Exception as e:
         error = e
 
