@@ -19,8 +19,7 @@ class Gcs(http.server.ThreadingHTTPServer):
   """The part of GCS's JSON API that TensorStore uses.
 
   Attributes:
-    objects: `bucket/name` -> content. Tests may change and delete entries.
-    operations: (method, `bucket/name`) of each request; LIST for a listing.
+    objects: `bucket/name` -> content.
     environment: Variables with which a process uses this server.
   """
 
@@ -33,7 +32,6 @@ class Gcs(http.server.ThreadingHTTPServer):
       'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'x',
     }
     self.objects: dict[str, bytes] = {}
-    self.operations: list[tuple[str, str]] = []
     self.generations = collections.Counter()
     self.buckets, self.faults, self.lock = set(), [], threading.Lock()
 
@@ -57,7 +55,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if len(content) < size:  # The client was killed: nothing is stored.
       return
     with self.server.lock:
-      self.server.operations.append((method, f'{bucket}/{name}'))
       faults = self.server.faults
       fault, applied = faults.pop(0) if faults else (None, True)
       if applied:

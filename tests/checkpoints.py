@@ -27,8 +27,6 @@ from jaxline.parallel import devices
 from jaxline.parallel import partitioning
 from jaxline.run_directory import owner
 
-# What is compared: bits, dtypes, types, and where arrays are.
-
 
 def assert_same(got: Any, want: Any, name: str = '') -> None:
   """Fails unless two values are the same, bit for bit and in kind."""
@@ -178,9 +176,6 @@ def advance(live: Sharded, steps: int) -> None:
 
 def weights(value: float = 0.0) -> PerDevice:
   return PerDevice({'w': jnp.full([3], float(value))}, {'n': int(value)})
-
-
-# The life of a run.
 
 
 def make_config(directory: Any, **values: Any) -> config_dict.ConfigDict:

@@ -134,13 +134,7 @@ def errors(results: Sequence[Ended]) -> str:
 
 
 def run(*args, codes=0, **kwargs) -> list[Ended]:
-  """Runs all processes to their end.
-
-  Args:
-    *args: of `Run`.
-    codes: the exit code all must have, or one for each; None checks nothing.
-    **kwargs: of `Run`.
-  """
+  """Runs all to their end; `codes` are those of each or all; None is any."""
   results = Run(*args, **kwargs).wait()
   codes = [codes] * len(results) if isinstance(codes, int) else codes
   found = [r.code for r in results]

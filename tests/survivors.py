@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from typing import Any
 
@@ -44,10 +43,10 @@ class Run:
     keeps_programs: bool = False,
   ):
     self.checkpoints = store.at(run_dir).below('checkpoints')
-    self.lines: list[str] = []
     folder = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'survivors')
     folder.mkdir(exist_ok=True)
-    self._events = folder / f'{time.monotonic_ns()}.jsonl'
+    name = f'{time.monotonic_ns()}'
+    self._events, self._log = folder / f'{name}.jsonl', folder / f'{name}.log'
     keeps = '0' if keeps_programs else '1e9'
     env = {
       'PYTHONPATH': str(processes.ROOT),
@@ -58,34 +57,23 @@ class Run:
       'SURVIVOR': json.dumps(faults or {}),
       'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
     }
-    self._process = subprocess.Popen(
-      [
-        *(sys.executable, PROGRAM, f'--config={PROGRAM}'),
-        f'--config.checkpoint_dir={run_dir}',
-        *(f'--jaxline_mode={mode}', '--config.console=off', *args),
-      ],
-      env=os.environ | env,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
-      text=True,
-      errors='replace',
-    )
-    self._reader = threading.Thread(target=self._read)
-    self._reader.start()
-
-  def _read(self) -> None:
-    assert self._process.stderr is not None
-    with self._process.stderr as log:
-      self.lines.extend(log)
-
-  @property
-  def pid(self) -> int:
-    return self._process.pid
+    command = [
+      *(sys.executable, PROGRAM, f'--config={PROGRAM}'),
+      f'--config.checkpoint_dir={run_dir}',
+      *(f'--jaxline_mode={mode}', '--config.console=off', *args),
+    ]
+    with self._log.open('wb') as log:
+      self._process = subprocess.Popen(
+        command,
+        env=os.environ | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+      )
 
   @property
   def log(self) -> str:
-    return ''.join(self.lines)
+    return self._log.read_text(encoding='utf-8', errors='replace')
 
   def events(self, phase: str, **about: Any) -> list[dict[str, Any]]:
     return events.read(self._events, phase, **about)
@@ -96,7 +84,7 @@ class Run:
 
   def wait_for_line(self, pattern: str) -> bool:
     """The same, of a line on stderr: for tests that are about the line."""
-    return self._wait(lambda: any(re.search(pattern, x) for x in self.lines))
+    return self._wait(lambda: bool(re.search(pattern, self.log)))
 
   def wait_for_save(self, folder: str, count: int = 1) -> bool:
     """The same, of saves: names that are new in `data`, `latest` or `best`."""
@@ -123,11 +111,7 @@ class Run:
     self._process.send_signal(signum)
 
   def end(self, code: int | None = None) -> int:
-    """Waits for the end, never for ever; returns the exit code.
-
-    Args:
-      code: the exit code that it must have; None is any.
-    """
+    """Waits for the end; returns the exit code, which is `code` if given."""
     try:
       found = self._process.wait(TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -140,7 +124,6 @@ class Run:
   def kill(self) -> None:
     self._process.kill()
     self._process.wait()
-    self._reader.join()
 
 
 def finished(run_dir: Any, *args: str, **kwargs: Any) -> Run:

@@ -51,14 +51,17 @@ def test_fit_returns_the_run(fitted):
   assert fitted.best == {'eval/loss': min(losses)}
 
 
-def test_the_way_to_go_on_after_the_last_step(config, capsys):
+def test_the_way_to_go_on_after_the_last_step(
+  config, tmp_path, monkeypatch, capsys
+):
   class Scheduled(regression.Regression):
     def __init__(self, mode, init_rng, *, run_config, steps, lock):
       super().__init__(mode, init_rng, run_config=run_config)
       self.steps = steps
       assert lock is mine  # It cannot be copied.
 
-  config.experiment_class = None
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+  config.experiment_class = config.checkpoint_dir = None
   mine = threading.Lock()
   steps = config.get_ref('training_steps')
   config.experiment_kwargs = {'steps': steps, 'lock': mine}
@@ -69,19 +72,9 @@ def test_the_way_to_go_on_after_the_last_step(config, capsys):
   again = jaxline.fit(Scheduled, config, ast.literal_eval(way))
   assert (again.experiment.steps, int(again.experiment.state.step)) == (8, 8)
   assert again.history['eval/loss'][:, 0].tolist() == [3, 4, 6, 8]
-  assert config.training_steps == 6
-
-
-def test_a_cell_that_runs_again_makes_a_fresh_run(config):
-  config.checkpoint_dir = None
-  first, second = (
-    jaxline.fit(regression.Regression, config, mode='train') for _ in range(2)
-  )
-  assert first.directory != second.directory
-  assert regression.digest(first.experiment.state) == regression.digest(
-    second.experiment.state
-  )
-  assert 'eval/loss' not in first.history
+  assert again.directory == fitted.directory
+  # The next call makes a new run.
+  assert (config.training_steps, config.checkpoint_dir) == (6, None)
 
 
 def test_load_and_evaluate_give_what_was_logged_and_write_nothing(fitted):

@@ -20,13 +20,17 @@ from jaxline import base_config
 from jaxline import platform
 from jaxline.parallel import prng
 from tests import processes
+from tests import remains
 from tests import toys
 
 BEST = 2
 
 
-class Mute(toys.Plain):
-  """The second of its steps is its best."""
+class Echo(toys.Plain):
+  """Repeats a prompt, with the number of its steps; the second is its best."""
+
+  calls = []
+  missing = 0
 
   @property
   def count(self):
@@ -34,13 +38,6 @@ class Mute(toys.Plain):
 
   def evaluate(self, **unused):
     return {'loss': abs(self.count - BEST)}
-
-
-class Echo(Mute):
-  """Repeats a prompt, with the number of its steps."""
-
-  calls = []
-  missing = 0
 
   def decode(self, prompts, rng):
     assert self.mode == 'decode'
@@ -75,7 +72,7 @@ def run(trained, tmp_path, monkeypatch):
   shutil.rmtree(trained / 'decode', ignore_errors=True)
 
   def run(
-    cls=Echo, directory=trained, checkpointer='durable', text='a', **options
+    cls=Echo, directory=trained, text='a', mode='decode', values=(), **options
   ):
     monkeypatch.setattr(Echo, 'calls', [])
     if text is not None:
@@ -84,9 +81,9 @@ def run(trained, tmp_path, monkeypatch):
       options = {'prompts': str(path)} | options
     config = base_config.get_base_config()
     config.checkpoint_dir = str(directory)
-    config.checkpointer = checkpointer
     config.decode.update(options)
-    with flagsaver.flagsaver(config=config, jaxline_mode='decode'):
+    config.update(dict(values))
+    with flagsaver.flagsaver(config=config, jaxline_mode=mode):
       platform.main(cls, [])
     return Echo.calls
 
@@ -99,9 +96,6 @@ def lines_of(path):
 
 def texts(path):
   return [line['continuations'][0]['text'] for line in lines_of(path)]
-
-
-# Where prompts come from, and where continuations go.
 
 
 def test_prompts_of_a_file_in_batches_of_one_size(run, trained, capsys):
@@ -151,10 +145,8 @@ def test_prompts_of_json_lines_and_a_pipe(run, tmp_path, monkeypatch, capsys):
 
 
 def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
+  terminal = io.StringIO()
+  terminal.isatty = lambda: True
   typed = iter(['a', '', 'b'])
 
   def ask(text):
@@ -166,37 +158,18 @@ def test_prompts_of_a_terminal(run, tmp_path, monkeypatch):
     except StopIteration:
       raise EOFError from None
 
-  monkeypatch.setattr(sys, 'stdin', Terminal())
+  monkeypatch.setattr(sys, 'stdin', terminal)
   monkeypatch.setattr(builtins, 'input', ask)
   calls = run(text=None, output=str(tmp_path / 'o'))
   # One at a time, whatever the batch size.
   assert [prompts for prompts, _ in calls] == [['a'], ['b']]
 
 
-@pytest.mark.parametrize(
-  ('options', 'step'),
-  [({'step': 1}, 1), ({'series': 'best', 'step': BEST}, BEST)],
-)
-def test_which_checkpoint(run, trained, options, step):
-  run(**options)
-  assert texts(trained / 'decode' / f'step_{step}.jsonl') == [f'a {step}']
-
-
-# Another one's directory.
-
-
-def tree_of(directory):
-  return sorted(
-    (str(p), p.read_bytes() if p.is_file() else b'')
-    for p in directory.rglob('*')
-  )
-
-
 def test_a_directory_that_cannot_be_written(
   run, trained, tmp_path, read_only, monkeypatch, caplog, capsys
 ):
   theirs = shutil.copytree(trained, tmp_path / 'theirs')
-  before = tree_of(theirs)
+  before = remains.files(theirs)
   read_only(theirs)
   here = tmp_path / 'here'
   here.mkdir()
@@ -213,40 +186,40 @@ def test_a_directory_that_cannot_be_written(
   assert texts(tmp_path / 'new' / 'o.jsonl') == ['a 3']
   assert len([*here.iterdir()]) == 3
 
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(theirs)
-  config.best_model_eval_metric = 'loss'
-  config.best_model_eval_metric_higher_is_better = False
-  config.eval_steps = '1,3'
-  with flagsaver.flagsaver(config=config, jaxline_mode='eval_mine'):
-    platform.main(Echo, [])
+  values = {
+    'best_model_eval_metric': 'loss',
+    'best_model_eval_metric_higher_is_better': False,
+    'eval_steps': '1,3',
+  }
+  run(directory=theirs, mode='eval_mine', values=values)
   assert caplog.text.count(f'Nothing can be written in {theirs}: ') == 1
   shown = capsys.readouterr().out
   for step in (1, 3):
     assert f'eval_mine step {step} | loss 1' in shown
-  assert tree_of(theirs) == before
+  assert remains.files(theirs) == before
 
 
 def test_decoding_claims_and_keeps_nothing(run, trained):
   checkpoints = trained / 'checkpoints'
-  before = tree_of(checkpoints)
+  before = remains.files(checkpoints)
   seen = []
 
   class Looking(Echo):
     def decode(self, prompts, rng):
-      seen.append(tree_of(checkpoints))
+      seen.append(remains.files(checkpoints))
       if len(seen) == 1:  # A second one, at the same time.
         run(cls=Looking)
       return super().decode(prompts, rng)
 
   run(cls=Looking)
   assert seen == [before, before]
-  assert tree_of(checkpoints) == before
+  assert remains.files(checkpoints) == before
   for name in ('step_3.jsonl', 'step_3_2.jsonl'):
     assert texts(trained / 'decode' / name) == ['a 3']
-
-
-# What is refused.
+  for options in ({'step': 1}, {'series': 'best', 'step': BEST}):
+    run(**options)
+    step = options['step']
+    assert texts(trained / 'decode' / f'step_{step}.jsonl') == [f'a {step}']
 
 
 @pytest.mark.parametrize(
@@ -275,14 +248,11 @@ def test_what_is_refused(run, tmp_path, monkeypatch, options, said):
 
 
 def test_an_experiment_must_continue_each_prompt(run, tmp_path, monkeypatch):
-  with pytest.raises(NotImplementedError, match='Mute'):
-    run(cls=Mute, output=str(tmp_path / 'o'))
+  with pytest.raises(NotImplementedError, match='Plain'):
+    run(cls=toys.Plain, output=str(tmp_path / 'o'))
   monkeypatch.setattr(Echo, 'missing', 1)
   with pytest.raises(ValueError, match=r'got 2 prompts and returned 1 lists'):
     run(text='a\nb', output=str(tmp_path / 'o'))
-
-
-# A language model of several processes.
 
 
 @pytest.mark.slow
@@ -318,7 +288,7 @@ def test_two_processes_continue_as_the_one_that_trained(tmp_path):
   assert [line['prompt'] for line in lines] == prompts
   for line, continuations in zip(lines, expected, strict=True):
     for found, here in zip(line['continuations'], continuations, strict=True):
-      assert found['text'] == here['text']
-      assert found['score'] == pytest.approx(here['score'], rel=1e-4)
+      score = pytest.approx(here['score'], rel=1e-4)
+      assert found == {**here, 'score': score}
   # One of them prints.
   assert result.stdout.count(f'=== {prompts[-1]}\n') == 1

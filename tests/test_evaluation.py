@@ -14,7 +14,6 @@ import pytest
 
 from jaxline import errors
 from jaxline import experiment
-from jaxline import platform
 from jaxline import train
 from jaxline import utils
 from jaxline.base import debug
@@ -24,7 +23,6 @@ from tests import toys
 
 Log, Plain, Recorder, Writes = toys.Log, toys.Plain, toys.Recorder, toys.Writes
 make_config, run = toys.make_config, toys.run
-evaluate_once = toys.evaluate_once
 NAN = math.nan
 
 
@@ -35,10 +33,8 @@ class Scripted:
   """
 
   def __init__(self, looks):
-    self.looks = list(looks)
-    self.newest = None
-    self.states = {}
-    self.saved = []
+    self.looks, self.newest = list(looks), None
+    self.states, self.saved = {}, []
 
   def get_experiment_state(self, ckpt_series):
     return self.states.setdefault(ckpt_series, protocol.ExperimentState())
@@ -86,17 +82,10 @@ def waits(monkeypatch):
   return found
 
 
-# Which checkpoints.
-
-
 @pytest.mark.parametrize(
   ('looks', 'initial', 'expected'),
   [
-    (
-      [None, None, 10, 10, 10, 30, 30, 100, 'not looked at'],
-      False,
-      [10, 30, 100],
-    ),
+    ([None, 10, 10, 30, 100, 'not looked at'], False, [10, 30, 100]),
     ([None, None, None, 100], True, [0, 100]),
     ([100], True, [100]),
   ],
@@ -115,28 +104,22 @@ def test_each_new_checkpoint_is_evaluated_once_until_the_last(
 
 
 def test_a_checkpoint_saved_just_before_training_ends_is_evaluated(waits):
-  trained = threading.Event()
+  """Without initial weights: a run that begins from another has none."""
+  trained, log = threading.Event(), Log()
 
   class Ends(Scripted):
     def restore_path(self, ckpt_series):
-      try:
-        return super().restore_path(ckpt_series)
-      finally:
-        trained.set()
+      trained.set()
+      return super().restore_path(ckpt_series)
 
-  log = Log()
-  made = train.Run(
-    functools.partial(Plain, log=log),
-    make_config(100),
-    Ends([None, 50, 50]),
-    trained=trained,
-  )
-  made.evaluate()
+  config = make_config(100, eval_initial_weights=True, restore_from='other')
+  looks, cls = [None, 50, 50], functools.partial(Plain, log=log)
+  train.Run(cls, config, Ends(looks), trained=trained).evaluate()
   assert [step for step, _ in log.evals] == [50]
 
 
 def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
-  seen = []
+  seen, add = [], jax.jit(lambda x: x + 1, donate_argnums=0)
 
   class Own(experiment.AbstractExperiment):
     """Keeps its weights where no attribute dict says."""
@@ -144,15 +127,12 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
     def __init__(self, mode, init_rng):
       super().__init__(mode, init_rng)
       self.hidden = jnp.zeros([])
-      self.add = jax.jit(lambda x: x + 1, donate_argnums=0)
 
     def step(self, **unused):
-      self.hidden = self.add(self.hidden)
-      return {}
+      self.hidden = add(self.hidden)
 
     def evaluate(self, **unused):
       seen.append(float(self.hidden))
-      return {}
 
     def snapshot_state(self):
       return {'w': self.hidden, 'key': jax.random.key(3)}
@@ -164,9 +144,6 @@ def test_an_experiment_with_snapshots_of_its_own_is_evaluated_as_trained():
   config = make_config(4, eval_interval=2)
   train.Run(Own, config, Recorder(config), None, None).train_and_eval()
   assert seen == [2.0, 4.0]
-
-
-# Initial weights.
 
 
 class Seeded(Plain):
@@ -219,28 +196,10 @@ def test_initial_weights_of_an_evaluation_are_not_those_of_the_run(
   checkpointer.close()
 
 
-def test_a_run_that_begins_from_another_has_no_initial_weights(tmp_path):
-  """An evaluation could only make others, so it waits for a checkpoint."""
-  config = make_config(
-    1,
-    checkpoint_dir=str(tmp_path / 'run'),
-    restore_from=str(tmp_path / 'other'),
-    eval_initial_weights=True,
-  )
-  log, trained = Log(), threading.Event()
-  trained.set()  # Without having saved anything.
-  checkpointer = platform.create_checkpointer(config, 'eval')
-  train.Run(
-    functools.partial(Plain, log=log), config, checkpointer, trained=trained
-  ).evaluate()
-  checkpointer.close()
-  assert log.evals == []
-
-
 def test_one_off_without_a_checkpoint(monkeypatch):
   config = make_config(one_off_evaluate=True)
   with pytest.raises(ValueError, match='eval_initial_weights'):
-    evaluate_once(Plain, config)
+    toys.evaluate_once(Plain, config)
   config.eval_initial_weights = True
   log = Log()
   # Without a mode, it is that of the command line.
@@ -248,9 +207,6 @@ def test_one_off_without_a_checkpoint(monkeypatch):
   train.evaluate(functools.partial(Plain, log=log), config, None, None)
   assert log.evals == [(0, 0.0)]
   assert log.inits[0][0] == 'eval_on_test'
-
-
-# The series `best`.
 
 
 @pytest.mark.parametrize(
@@ -297,10 +253,8 @@ def test_a_missing_best_metric_lists_the_names_there_are():
 def test_the_best_value_survives_a_restart():
   run(config=make_config(1))
   kept = []
-  for metric, score in (
-    *(('score', 2.0), ('score', 1.5), ('score', 2.0), ('score', 2.5)),
-    ('accuracy', 1.5),  # Another metric begins anew.
-  ):
+  # Another metric begins anew.
+  for metric, score in (('score', 2.0), ('score', 1.5), ('accuracy', 1.5)):
     cls = type('Scored', (Plain,), {})
     cls.evaluate = lambda self, found={metric: score}, **unused: found
     config = make_config(
@@ -309,6 +263,6 @@ def test_the_best_value_survives_a_restart():
     checkpointer = Recorder(config, 'eval')
     train.evaluate(cls, config, checkpointer, None, 'eval')
     kept.append(checkpointer.saves('best'))
-  assert kept == [[1], [], [], [1], [1]]
+  assert kept == [[1], [], [1]]
   nest = utils.GLOBAL_CHECKPOINT_DICT['best'].history[-1].pickle_nest
   assert nest['best_eval_metric_value'] == 1.5

@@ -13,6 +13,7 @@ from jaxline import experiment
 from jaxline.checkpoint import protocol
 from jaxline.parallel import devices
 from jaxline.parallel import prng
+from tests import toys
 
 
 class Both(experiment.FullExperiment):
@@ -28,20 +29,7 @@ class Both(experiment.FullExperiment):
     )
     self._notes = {'seen': 3, 'none': None, 'name': 'x'}
 
-  def step(self, *, global_step, rng, writer):
-    return {}
-
-  def evaluate(self, *, global_step, rng, writer):
-    return {}
-
-
-def make_config(**values):
-  config = base_config.get_base_config()
-  config.update(values)
-  return config
-
-
-# State.
+  step = evaluate = None
 
 
 def test_a_snapshot_holds_the_first_slice_and_the_rest_whole():
@@ -70,25 +58,24 @@ def test_arrays_of_other_shapes_are_restored(w):
   assert module._notes == 'other'
 
 
-# What step and evaluate are called with.
-
-
 @pytest.mark.parametrize('mode', [x.value for x in prng.DistributedRNGMode])
-def test_evaluate_inputs_keep_the_keys_and_change_the_step(mode):
-  config = make_config(random_mode_eval=mode)
-  key = jax.random.PRNGKey(1)
-  inputs = Both().evaluate_inputs(config, key)
-  (step, rng), (later, same) = inputs(7), inputs(8)
-  np.testing.assert_array_equal(step, np.int32([7, 7]))
-  np.testing.assert_array_equal(later, np.int32([8, 8]))
-  host = jax.random.fold_in(key, 0) if mode.startswith('unique') else key
-  keys = [jax.random.fold_in(host, i) for i in (0, 1)]
-  expected = keys if mode.endswith('unique_device') else [host, host]
-  np.testing.assert_array_equal(rng, expected)
-  np.testing.assert_array_equal(same, expected)
+def test_the_config_says_which_devices_share_keys(mode):
+  def keys(key):
+    host = jax.random.fold_in(key, 0) if mode.startswith('unique') else key
+    own = [jax.random.fold_in(host, i) for i in (0, 1)]
+    return own if mode.endswith('unique_device') else [host, host]
 
-
-# The loop.
+  key, module = jax.random.PRNGKey(1), Both()
+  config = toys.make_config(random_mode_eval=mode)
+  inputs = module.evaluate_inputs(config, key)
+  for number in (7, 8):  # Each evaluation has the same keys.
+    step, rng = inputs(number)
+    np.testing.assert_array_equal(step, np.int32([number, number]))
+    np.testing.assert_array_equal(rng, keys(key))
+  config = toys.make_config(random_mode_train=mode)
+  state_key = devices.bcast_local_devices(key)
+  _, rng, _ = module.step_inputs(config)(7, state_key)
+  np.testing.assert_array_equal(rng, keys(jax.random.split(key)[0]))
 
 
 class Looped(Both):
@@ -121,7 +108,7 @@ def test_actions_see_the_step_and_the_key_move_together():
   def action(state, t, step, scalars):
     seen.append((step, state.global_step, state.train_step_rng, scalars))
 
-  Looped().loop(make_config(training_steps=6), 4, [action])
+  Looped().loop(toys.make_config(6), 4, [action])
   assert seen == [
     (5, 5, 'key after 4', {'loss': 4.0}),
     (6, 6, 'key after 5', {'loss': 5.0}),
@@ -172,7 +159,7 @@ def test_the_host_runs_no_further_ahead_than_it_may():
       {x: Pending(f'{x}{i}', waited_for) for x in 'ab'} | {'n': None}
       for i in range(3)
     ]
-    config = make_config(training_steps=3, max_steps_in_flight=in_flight)
+    config = toys.make_config(3, max_steps_in_flight=in_flight)
     Looped(outputs).loop(config)
     assert waited_for == ['a0', 'b0', 'a1', 'b1', 'a2', 'b2'][: 2 * num_waited]
 
@@ -180,6 +167,6 @@ def test_the_host_runs_no_further_ahead_than_it_may():
 def test_a_number_beside_a_step_that_failed_hides_no_error():
   failed = Pending('failed', [], RuntimeError('of the device'))
   outputs = [{'a': 0.1, 'b': np.float32(1), 'c': failed}]
-  config = make_config(training_steps=1, max_steps_in_flight=1)
+  config = toys.make_config(1, max_steps_in_flight=1)
   with pytest.raises(RuntimeError, match='of the device'):
     Looped(outputs).loop(config)

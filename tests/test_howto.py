@@ -1,13 +1,17 @@
-"""The recipes of docs/howto.md: each diff applies, and the result runs.
+"""The pages that a reader follows: docs/howto.md and docs/tutorial.md.
 
-A diff names its file in its first line; `@@` stands between two places.
+The recipes: each diff applies, and the result runs. A diff names its file in
+its first line; `@@` stands between two places. The tutorial: each step does
+what the page shows.
 """
 
 import importlib
 import json
+import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 import jax
@@ -245,3 +249,43 @@ def test_from_python(copy):
   )
   shapes = jax.tree.map(np.shape, names['params'])
   assert shapes['embedding']['tokens'] == (2048, 16)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_each_step_of_the_tutorial(tmp_path, monkeypatch):
+  run = {'bash': ['bash', '-euc'], 'python': [sys.executable, '-c']}
+  shutil.copytree(ROOT / 'examples', tmp_path / 'examples')
+  shutil.copy(ROOT / 'experiment.py', tmp_path)
+  monkeypatch.delenv('XLA_FLAGS')  # As a reader has it: one device.
+  monkeypatch.setenv('PYTHONPATH', str(ROOT))
+  path = f'{os.path.dirname(sys.executable)}:{os.environ["PATH"]}'
+  monkeypatch.setenv('PATH', path)
+  page = (ROOT / 'docs' / 'tutorial.md').read_text(encoding='utf-8')
+  (_, install), *steps = BLOCK.findall(page)
+  assert 'pip install' in install  # This is not done again.
+  printed = ''
+  for language, code in steps:
+    if language == 'diff':
+      change(tmp_path, code)
+      continue
+    command = [*run[language], code]
+    done = subprocess.run(
+      command, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f'{code}\n{done.stdout}\n{done.stderr}'
+    printed += done.stdout
+
+  few, first, second = (
+    jaxline.history(str(tmp_path / 'runs' / name))
+    for name in ('few', 'first', 'second')
+  )
+  assert few['train/loss'][-1, 1] < 0.3
+  for history in (first, second):
+    steps, bits = history['eval/bits_per_byte'].T
+    assert sorted({*steps}) == [250, 500, 750, 1000]
+    assert bits[-1] < bits[0] < 5
+  assert 0.3 < first['eval/accuracy'][-1, 1] < 1
+  assert second['eval/bits_p90'][-1, 1] > second['eval/bits_per_byte'][-1, 1]
+  assert 'values are equal to the bit' in printed
+  assert "'in': (8, 257, 128)" in printed

@@ -1,6 +1,5 @@
 """Tests of jaxline.launch: real processes, real signals."""
 
-import contextlib
 import signal
 import sys
 
@@ -9,20 +8,12 @@ import pytest
 from tests import processes
 from tests import remains
 
-TIMEOUT_SECS = processes.TIMEOUT_SECS
 
-
-@contextlib.contextmanager
 def started(*args, count=2, **env):
   """The launcher."""
   argv = '-W', 'error', '-m', 'jaxline.launch', '--processes', count, *args
   # PYTHONUNBUFFERED, as images of containers set it, takes the streams' locks.
-  with processes.started(*argv, **env) as process:
-    try:
-      yield process
-    finally:
-      process.terminate()
-      process.wait(TIMEOUT_SECS)
+  return processes.started(*argv, **env)
 
 
 def end(process):
@@ -50,8 +41,6 @@ def of(lines, process):
   return [x.removeprefix(prefix) for x in lines if x.startswith(prefix)]
 
 
-# --- JAX ---------------------------------------------------------------------
-
 SUM = """
 from jaxline.parallel import distributed
 distributed.initialize('auto')
@@ -74,9 +63,6 @@ def test_processes_add_up_beside_a_proxy():
   for process in range(2):
     last = f'of 2 this is {process} 6.0 6.0 6.0'
     assert of(out, process)[-1] == last
-
-
-# --- Output ------------------------------------------------------------------
 
 
 MANY_LINES = """
@@ -107,10 +93,7 @@ def test_nobody_reads_any_more():
   with started(*sh('while echo line; do sleep 0.01; done')) as process:
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(TIMEOUT_SECS) != 0
-
-
-# --- Exit codes --------------------------------------------------------------
+    assert process.wait(processes.TIMEOUT_SECS) != 0
 
 
 @pytest.mark.parametrize(
@@ -128,7 +111,9 @@ def test_nobody_reads_any_more():
   ],
 )
 def test_exit_code(program, code):
-  assert run('--grace-secs', 0.2, *sh(program))[0] == code
+  # Longer where the second failure counts.
+  grace = 10 if code == 7 else 0.2
+  assert run('--grace-secs', grace, *sh(program))[0] == code
 
 
 def test_the_others_may_end_by_themselves():
@@ -185,9 +170,6 @@ def test_all_that_was_started_is_killed(tmp_path):
   pids = [int(path.read_text()) for path in tmp_path.iterdir()]
   assert len(pids) == 4
   processes.wait_until_gone(pids)
-
-
-# --- Signals -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', ['USR1', 'INT'])

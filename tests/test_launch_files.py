@@ -41,8 +41,6 @@ def call(*args, env):
   )
 
 
-# --- Slurm -------------------------------------------------------------------
-
 # Starts two processes on one node, tells them what Slurm would, and ends with
 # the highest code.
 SRUN = """#!/bin/bash
@@ -129,9 +127,6 @@ def test_slurm_requeues(slurm, tmp_path, code, restarts, requeued):
   assert 'give --config.checkpoint_dir=DIR' in done.stderr
 
 
-# --- Kubernetes --------------------------------------------------------------
-
-
 def test_jobset():
   text = (LAUNCH / 'jobset.yaml').read_text()
   # What its head exports.
@@ -157,9 +152,6 @@ def test_jobset():
   codes = set(rule['onExitCodes']['values'])
   assert {1, 2} <= codes
   assert not {0, 70, preemption.EXIT_CODE, 134, 137, 143} & codes
-
-
-# --- Cloud TPU ---------------------------------------------------------------
 
 
 def tpu_vm(*args, env):

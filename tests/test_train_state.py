@@ -1,6 +1,7 @@
 """Averaged weights: their values, their sharding, and who uses them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,9 @@ def test_the_average_is_that_of_optax(cls, parts):
   config = base_config.get_base_config()
   config.update(sharding='fsdp', gradient_accumulation_steps=parts)
   experiment = cls('train', jax.random.PRNGKey(0), run_config=config)
-  optax_ema = optax.ema(DECAY)
-  expected, state = (
-    None,
-    optax_ema.init(jax.device_get(experiment.state.params)),
-  )
+  optax_ema, expected = optax.ema(DECAY), None
+  state = optax_ema.init(jax.device_get(experiment.state.params))
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   for step in range(5):
     regression.train_steps(experiment, 1, on_nonfinite='skip')
     params = experiment.state.params
@@ -54,11 +53,7 @@ def test_the_average_is_that_of_optax(cls, parts):
     if cls is Averaged or step != 2:
       with jax.numpy_dtype_promotion('standard'):  # Optax relies on it.
         expected, state = optax_ema.update(jax.device_get(params), state)
-    jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
-      average,
-      expected,
-    )
+    jax.tree.map(close, average, expected)
   # Split over the devices as the weights are.
   assert not params['w'].is_fully_replicated
   assert jax.tree.map(lambda x: x.sharding, average) == jax.tree.map(

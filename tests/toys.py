@@ -20,10 +20,7 @@ class Log:
   """What the experiments of one test have seen."""
 
   def __init__(self):
-    self.inits = []
-    self.steps = []
-    self.keys = []
-    self.evals = []
+    self.inits, self.keys, self.evals = [], [], []
 
 
 class Toy(experiment.FullExperiment):
@@ -42,7 +39,6 @@ class Toy(experiment.FullExperiment):
 
   def step(self, *, global_step, rng, writer):
     step = np.asarray(global_step).reshape(-1)
-    self.log.steps.append(step.tolist())
     self.log.keys.append(rng)
     if self.fail_at == step[0]:
       raise ZeroDivisionError('in a step')
@@ -114,11 +110,7 @@ class Killed(BaseException):
 
 
 class Counted(Plain):
-  """Says how many evaluations there were before.
-
-  Attributes:
-    dies_at: the number of the step in which it is killed.
-  """
+  """Says how many evaluations there were before; is killed in one step."""
 
   dies_at = None
 
@@ -159,12 +151,7 @@ class Process:
     if dies_at is not None:
       killed = pytest.raises(Killed)
     with killed:
-      platform.start(
-        experiment_class,
-        config,
-        self.mode,
-        writer_factory=platform.create_writer,
-      )
+      platform.start(experiment_class, config, self.mode)
     return [step for step, _ in log.evals]
 
   def curve(self, mode='eval'):
