@@ -11,6 +11,8 @@ import functools
 import graphlib
 import pathlib
 
+import pytest
+
 from jaxline import base_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -33,9 +35,16 @@ FLOOR = {
   for unit in line.split()
 }
 
-# What begins the names of the modules that may use flags. `indexed` marks the
-# flags as parsed, for Grain, which has some of its own.
-READ_FLAGS = ('platform', 'inputs.indexed', 'examples/')
+# Names that only some modules may use -> what begins the names of these.
+RESERVED = {
+  # `indexed` marks the flags as parsed, for Grain, which has some of its own.
+  'FLAGS config_flags': ('platform', 'inputs.indexed', 'examples/'),
+  'Mesh NamedSharding PartitionSpec make_mesh': (
+    *('parallel.mesh', 'parallel.partitioning'),
+    *('parallel.placement', 'parallel.devices'),
+  ),
+  'difflib': ('errors', 'examples/pax/layer_runs.py'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +53,24 @@ class Module:
 
   path: pathlib.Path
   name: str
-  nodes: tuple[ast.AST, ...]
-  # Also those inside functions, with the module's full name.
-  imports: tuple[tuple[ast.AST, str], ...]
+  tree: ast.Module
+
+  @functools.cached_property
+  def nodes(self) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(self.tree))
+
+  @functools.cached_property
+  def imports(self) -> tuple[tuple[ast.AST, str], ...]:
+    """Each import, also inside functions, with the module's full name."""
+    return tuple((n, name) for n in self.nodes for name in imported_by(n))
+
+  @property
+  def library_imports(self) -> Iterator[tuple[ast.AST, str]]:
+    for node, name in self.imports:
+      if name.startswith('jaxline.'):
+        yield node, name.removeprefix('jaxline.')
 
 
-@functools.cache
 def parsed(*folders: str) -> list[Module]:
   found = []
   for path in sorted(x for f in folders for x in (ROOT / f).rglob('*.py')):
@@ -58,9 +79,8 @@ def parsed(*folders: str) -> list[Module]:
     if relative.parts[0] == 'jaxline':
       parts = relative.with_suffix('').parts[1:]
       name = '.'.join(part for part in parts if part != '__init__')
-    nodes = tuple(ast.walk(ast.parse(path.read_text(encoding='utf-8'))))
-    imports = tuple((node, x) for node in nodes for x in imported_by(node))
-    found.append(Module(relative, name, nodes, imports))
+    tree = ast.parse(path.read_text(encoding='utf-8'), str(relative))
+    found.append(Module(relative, name, tree))
   return found
 
 
@@ -74,7 +94,7 @@ def imported_by(node: ast.AST) -> Iterator[str]:
       name = f'{node.module}.{alias.name}'
       path = ROOT.joinpath(*name.split('.'))
       is_module = path.with_suffix('.py').exists() or path.is_dir()
-      yield name if is_module else str(node.module)
+      yield '.' if node.level else name if is_module else str(node.module)
 
 
 def name_of(node: ast.AST) -> str:
@@ -84,8 +104,8 @@ def name_of(node: ast.AST) -> str:
   return node.id if isinstance(node, ast.Name) else ''
 
 
-def library() -> list[Module]:
-  return parsed('jaxline')
+LIBRARY = parsed('jaxline')
+FORKS = parsed('examples', 'configs')
 
 
 def refuse(violations) -> None:
@@ -100,58 +120,72 @@ def test_imports_go_down():
     is_program = name.endswith('__main__')
     return unit == below or is_program or FLOOR[below] < FLOOR[unit]
 
-  imports = [
-    (module, node, name.removeprefix('jaxline.'))
-    for module in library()
-    for node, name in module.imports
-    if name.startswith('jaxline.')
-  ]
   refuse(
     (module, node, f'jaxline.{module.name} imports jaxline.{imported}')
-    for module, node, imported in imports
+    for module in LIBRARY
+    for node, imported in module.library_imports
     if module.name and not goes_down(module.name, imported)
   )
-  graph: dict[str, set[str]] = {}
-  for module, _, imported in imports:
-    graph.setdefault(module.name, set()).add(imported)
-  # `prepare` raises CycleError, which names the circle.
+
+
+def test_the_house_has_at_most_eight_floors():
+  assert max(FLOOR.values()) <= 8
+
+
+def test_no_module_imports_itself_through_others():
+  """`prepare` raises CycleError, which names the circle."""
+  graph = {m.name: {name for _, name in m.library_imports} for m in LIBRARY}
   graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_examples_do_not_import_each_other():
   # Modules directly in examples/ are for all of them.
   shared = {path.stem for path in (ROOT / 'examples').glob('*.py')}
-  for module in parsed('examples', 'configs'):
+  for module in FORKS:
     used = {x.split('.')[1] for _, x in module.imports if x[:9] == 'examples.'}
     others = used - shared - {*module.path.parts[1:2]}
     # A config may ask the one example that it configures for its numbers.
     assert len(others) <= (module.path.parts[0] == 'configs'), module.path
 
 
-def test_few_modules_read_flags():
+@pytest.mark.parametrize('names', RESERVED)
+def test_only_some_modules_know(names):
+  reserved = set(names.split())
+
   def used(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import | ast.ImportFrom):
       return {alias.name.split('.')[-1] for alias in node.names}
     return {name_of(node)}
 
   refuse(
-    (module, node, f'{sorted(used(node))}')
-    for module in library() + parsed('examples', 'configs')
-    if not module.name.startswith(READ_FLAGS)
+    (module, node, f'{sorted(used(node) & reserved)}')
+    for module in LIBRARY + FORKS
+    if not module.name.startswith(RESERVED[names])
     for node in module.nodes
-    if used(node) & {'FLAGS', 'config_flags'}
+    if used(node) & reserved
   )
 
 
 def test_few_modules_know_what_jax_does_not_publish():
-  private = {m.name for m in library() for _, x in m.imports if '._src' in x}
+  private = {m.name for m in LIBRARY for _, x in m.imports if '._src' in x}
   assert len(private) <= 4, private
 
 
-def test_every_key_is_read():
+def test_there_is_one_training_loop():
+  loops = [
+    module.name
+    for module in LIBRARY + FORKS
+    for node in module.nodes
+    if isinstance(node, ast.While)
+    and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
+  ]
+  assert loops == ['experiment']
+
+
+def test_every_key_is_read_and_has_one_default():
   read = {
     node.attr
-    for module in library()
+    for module in LIBRARY
     if module.name != 'base_config'
     for node in module.nodes
     if isinstance(node, ast.Attribute)
@@ -159,17 +193,58 @@ def test_every_key_is_read():
   }
   read |= {
     argument.value
-    for module in library()
+    for module in LIBRARY
     for node in module.nodes
     if isinstance(node, ast.Call) and name_of(node.func) == 'value_of'
     for argument in node.args
     if isinstance(argument, ast.Constant)
   }
   assert set(base_config.get_base_config()) <= read
+  owners = 'config', 'cfg', 'experiment_kwargs', 'settings'
+  refuse(
+    (module, node, 'declare the key and its default in a config')
+    for module in LIBRARY + FORKS
+    for node in module.nodes
+    if isinstance(node, ast.Call)
+    and isinstance(node.func, ast.Attribute)
+    and node.func.attr in ('get', 'setdefault')
+    and name_of(node.func.value).strip('_') in owners
+  )
 
 
 def test_the_top_level_has_what_a_forker_reads():
-  names = {m.name for m in library() if m.path.stem == m.name}
-  assert len([x for x in names if '.' not in x]) <= 14
-  lines = {m.name: (ROOT / m.path).read_text().count('\n') for m in library()}
+  top = {m.name for m in LIBRARY if '.' not in m.name and m.path.stem == m.name}
+  assert len(top) <= 14
+  lines = {m.name: (ROOT / m.path).read_text().count('\n') for m in LIBRARY}
   assert max(lines.values()) <= 500
+
+
+# A parameter of this name, typed as Any, is an object of the unit: the type
+# would be an import that goes up.
+STANDS_FOR = {
+  'run': 'train',
+  'training': 'train',
+  'evaluation': 'evaluation',
+  'experiment': 'experiment',
+  'checkpointer': 'checkpoint',
+}
+# These read a few attributes of an experiment, which hooks give them.
+HIDDEN = {
+  *(('metrics', x) for x in ('console', 'fingerprints', 'rates')),
+  *(('supervision', x) for x in ('nonfinite', 'out_of_memory')),
+  ('compat', 'adapters'),  # JAXline's functions, which a program may rebind.
+}
+
+
+def test_no_parameter_hides_an_import_that_goes_up():
+  refuse(
+    (module, node, f'{argument.arg} is typed as Any')
+    for module in LIBRARY
+    if tuple(module.name.split('.')) not in HIDDEN
+    for node in module.nodes
+    if isinstance(node, ast.FunctionDef)
+    for argument in (*node.args.args, *node.args.kwonlyargs)
+    if name_of(argument.annotation or ast.Name('')) == 'Any'
+    if (unit := STANDS_FOR.get(argument.arg))
+    and FLOOR[unit] > FLOOR[module.name.split('.')[0]]
+  )
