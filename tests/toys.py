@@ -3,7 +3,11 @@
 import contextlib
 import functools
 import json
+import sys
+from unittest import mock
 
+from absl import flags
+from absl.testing import flagsaver
 import numpy as np
 import pytest
 
@@ -181,3 +185,11 @@ def run(cls=Plain, config=None, checkpointer=None, writer=None, actions=()):
 
 def evaluate_once(cls, config):
   train.evaluate(cls, config, Recorder(config, 'eval'), None, 'eval')
+
+
+def main(*argv):
+  """Runs a command line of `experiment.py` in this process."""
+  argv = ['experiment.py', *argv]
+  with flagsaver.flagsaver(), mock.patch.object(sys, 'argv', argv):
+    flags.FLAGS(argv)
+    platform.main(None, [])

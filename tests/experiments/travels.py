@@ -73,9 +73,6 @@ class Travels(sharded.ShardedExperiment):
     new = {'step': model_state['step'] + jnp.int32(is_training)}
     return loss.compute(), {'loss': loss}, new
 
-  def step_scalars(self, state, grads, updates):
-    return {'grad_norm': optax.tree.norm(grads)}
-
   def after_update(self, before, after):
     if not self.config.flips:
       return after.model_state

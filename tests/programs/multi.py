@@ -111,7 +111,7 @@ class Reporting:
   def train_loop(self, *args, **kwargs):
     try:
       super().train_loop(*args, **kwargs)
-    except preemption.Preempted:
+    except (preemption.Preempted, experiment.StopTraining):
       self._say('left')
       raise
     self._say('trained')

@@ -7,6 +7,7 @@ that fits.
 import base64
 import contextlib
 import copy
+import functools
 import json
 import os
 import pickle
@@ -155,19 +156,16 @@ def _train(open_run, run):
     lib.save(training, lib.weights(2), 6)
 
 
-def _run(main, command):
-  def use(open_run, run):
-    if main([command, os.fspath(run)]):
-      raise OSError
-
-  return use
+def _run(main, command, open_run, run):
+  if main([command, os.fspath(run)]):
+    raise OSError
 
 
 USES = {
   'evaluate': _evaluate,
-  'ls': _run(inspection.main, 'ls'),
-  'verify': _run(inspection.main, 'verify'),
-  'runs ls': _run(runs_main.main, 'ls'),
+  'ls': functools.partial(_run, inspection.main, 'ls'),
+  'verify': functools.partial(_run, inspection.main, 'verify'),
+  'runs ls': functools.partial(_run, runs_main.main, 'ls'),
   'train': _train,
 }
 KINDS = {

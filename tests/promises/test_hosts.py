@@ -18,8 +18,6 @@ from tests import processes
 from tests.experiments import regression
 from tests.programs import hosts
 
-pytestmark = pytest.mark.process
-
 HOSTS = processes.ROOT / 'tests' / 'programs' / 'hosts.py'
 
 
@@ -46,23 +44,8 @@ MESHES = {
 }
 
 
-@pytest.fixture(scope='module')
-def alone(tmp_path_factory):
-  """What one process trains, which leaves a checkpoint on the way."""
-  folder = tmp_path_factory.mktemp('hosts')
-  config, live = hosts.make(folder / 'start', 'ddp', {})
-  hosts.train(live)
-  hosts.save(config, live)
-  seen = {'start': regression.digest(live.state), 'losses': hosts.train(live)}
-  seen['eval'] = regression.evaluate(live)
-  seen['later'] = hosts.train(live)
-  return folder, seen
-
-
-@pytest.fixture(scope='module')
-def four(alone):
-  """What each of four processes saw, that went on from the checkpoint."""
-  folder, _ = alone
+def run_four(folder):
+  """Returns what each of four processes saw, from a checkpoint in a folder."""
   cases = [{'name': name, **case} for name, (case, *_) in MESHES.items()]
   done = processes.run(
     *('-m', 'jaxline.launch', '--processes=4', '--devices-per-process=1', '--'),
@@ -78,38 +61,36 @@ def four(alone):
   return [seen[i] for i in range(4)]
 
 
-@pytest.mark.parametrize('name', MESHES)
-def test_four_processes_are_as_one(name, alone, four):
-  _, expected = alone
-  _, rows, shard = MESHES[name]
-  for process, host in zip(four, rows, strict=True):
-    own = process[name]
-    assert own['restored'] == expected['start']
-    np.testing.assert_allclose(own['losses'], expected['losses'], rtol=2e-5)
-    assert own['saved'] == four[0][name]['saved']
-    assert own['host'] == host
-    assert own['shards'] == [shard]
-    # 41 examples in batches of 12, each counted once.
-    assert own['eval'] == four[0][name]['eval']
-    assert own['eval']['loss'] == pytest.approx(
-      expected['eval']['loss'], rel=2e-5
-    )
-    assert own['eval']['rows'] == hosts.EVAL_RECORDS / 4
-  slices = [0, 1, 2, 3] if name == 'slices' else [0] * 4
-  assert four[0][name]['slices'] == slices
+# One test: two workers of pytest-xdist would each start the processes.
+@pytest.mark.process
+def test_four_processes_are_as_one(tmp_path):
+  config, one = hosts.make(tmp_path / 'start', 'ddp', {})
+  hosts.train(one)
+  hosts.save(config, one)
+  start, losses = regression.digest(one.state), hosts.train(one)
+  evaluated, later = regression.evaluate(one), hosts.train(one)
+  four = run_four(tmp_path)
+  for name, (_, rows, shard) in MESHES.items():
+    first = four[0][name]
+    assert first['slices'] == ([*range(4)] if name == 'slices' else [0] * 4)
+    for process, host in zip(four, rows, strict=True):
+      own = process[name]
+      assert own['restored'] == start
+      np.testing.assert_allclose(own['losses'], losses, rtol=2e-5)
+      assert own['saved'] == first['saved']
+      assert own['host'] == host
+      assert own['shards'] == [shard]
+      # 41 examples in batches of 12, each counted once.
+      assert own['eval'] == first['eval']
+      assert own['eval']['loss'] == pytest.approx(evaluated['loss'], rel=2e-5)
+      assert own['eval']['rows'] == hosts.EVAL_RECORDS / 4
+    config, one = hosts.make(tmp_path / name, 'fsdp', {})
+    hosts.restore(config, one)
+    assert regression.digest(one.state) == first['saved']
+    assert int(one.state.step) == 2 * hosts.STEPS
+    np.testing.assert_allclose(hosts.train(one), later, rtol=2e-5)
 
-
-@pytest.mark.parametrize('name', MESHES)
-def test_one_process_goes_on_from_the_checkpoint_of_four(name, alone, four):
-  folder, expected = alone
-  config, live = hosts.make(folder / name, 'fsdp', {})
-  hosts.restore(config, live)
-  assert regression.digest(live.state) == four[0][name]['saved']
-  assert int(live.state.step) == 2 * hosts.STEPS
-  np.testing.assert_allclose(hosts.train(live), expected['later'], rtol=2e-5)
-
-
-def test_keys_of_steps_are_by_the_number_of_the_device_among_all(four):
+  # The keys of steps are by the number of the device among all.
   step_key, _ = jax.random.split(jax.random.PRNGKey(3))
   for i, process in enumerate(four):
     for mode, key in (

@@ -7,14 +7,11 @@ hosts, epochs and points of a kill. The file of a single input tests what is
 its own.
 """
 
-import atexit
 import collections
 from collections.abc import Callable
 import dataclasses
 import functools
 import importlib.util
-import pathlib
-import tempfile
 from typing import Any
 
 import grain as grain_library
@@ -46,63 +43,25 @@ TRAINING = {'is_training': True}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """How to make an input, and what it promises.
+  """How to make an input, and what it promises."""
 
-  Attributes:
-    make: called with (num_records, **fields of the input); its records are
-      known by the numbers 0 to num_records - 1.
-    records: returns a batch's numbers, integers [B].
-    is_sharded: whether each host reads the records whose number modulo the
-      hosts is its own, and goes on by itself; else there is one global order.
-    has_epochs: whether an epoch is the dataset, each record once.
-    evaluates: whether it can be read for one epoch.
-    needs: the package without which it is skipped.
-  """
-
+  # Called with (num_records, **fields of the input); its records are known by
+  # the numbers 0 to num_records - 1.
   make: Callable[..., base.BaseInput]
+  # Returns a batch's numbers, integers [B].
   records: Callable[[dict[str, Any]], np.ndarray] = lambda batch: batch['x']
+  # Whether each host reads the records whose number modulo the hosts is its
+  # own, and goes on by itself; else there is one global order.
   is_sharded: bool = False
-  has_epochs: bool = True
-  evaluates: bool = True
-  needs: str = 'numpy'
+  has_epochs: bool = True  # Whether an epoch is each record once.
+  evaluates: bool = True  # Whether it can be read for one epoch.
+  needs: str = 'numpy'  # The package without which it is skipped.
 
 
-def make_numbers(size, **fields):
-  return sources.Records(size=size, **fields)
-
-
-def listed(size):
-  return [{'x': np.int64(i)} for i in range(size)]
-
-
-@functools.cache
-def folder():
-  """Returns a folder for the time of the tests."""
-  made = tempfile.TemporaryDirectory()
-  atexit.register(made.cleanup)
-  return pathlib.Path(made.name)
-
-
-@functools.cache
-def array_records(size):
-  """Returns two files, the first without a record if there is but one."""
-  from array_record.python import array_record_module
-
-  paths = [str(folder() / f'{size}-{i}.array_record') for i in range(2)]
-  parts = np.split(np.arange(size), [size // 3])
-  for path, part in zip(paths, parts, strict=True):
-    writer = array_record_module.ArrayRecordWriter(path, 'group_size:1')
-    for number in part:
-      writer.write(number.tobytes())
-    writer.close()
-  return paths
-
-
-def make_files(size, **fields):
-  decode = lambda record: {'x': np.frombuffer(record, np.int64)[0]}
-  return grain.GrainInput(
-    files=array_records(size), transformations=[decode], **fields
-  )
+def make_grain(size, **fields):
+  records = [{'x': np.int64(i)} for i in range(size)]
+  dataset = grain_library.MapDataset.source(records)
+  return grain.GrainInput(dataset=dataset, **fields)
 
 
 class Dealt(sources.Counted):
@@ -126,19 +85,6 @@ def make_iterator(size, **fields):
   return iterable.as_input(batches, is_training=True, shard=shard)
 
 
-def make_stream(size, **fields):
-  """Makes one of a Grain stream, the state of which has tuples."""
-  index, count = fields['infeed_host_index'], fields['num_infeed_hosts']
-  part = [{'x': np.array([i])} for i in range(size)[index::count]]
-  rows = grain_library.experimental.ConcatThenSplitIterDataset(
-    grain_library.MapDataset.source(part * 100).to_iter_dataset(),
-    length_struct={'x': fields['batch_size']},
-  )
-  stream = rows.map(lambda row: {'x': row['x']})
-  shard = base.Shard(index, count)
-  return iterable.as_input(stream, is_training=True, shard=shard)
-
-
 def make_text(size, packing, **fields):
   tokens = [[text.DOCUMENT_TOKEN, i] for i in range(size)]
   documents = text.Documents(
@@ -159,8 +105,8 @@ def make_mixture(size, **fields):
   seed = fields.pop('input_random_seed')
   kept = {key: x for key, x in fields.items() if key != 'batch_size'}
   children = {
-    name: make_numbers(
-      size + i, batch_size=i + 2, input_random_seed=seed, **kept
+    name: sources.Records(
+      size=size + i, batch_size=i + 2, input_random_seed=seed, **kept
     )
     for i, name in enumerate('abc')
   }
@@ -168,46 +114,25 @@ def make_mixture(size, **fields):
   return mixture.MixtureInput(inputs=children, weights=weights, **fields)
 
 
-def make_tensors(size, **fields):
+def make_tensors(size, cls, **fields):
   import tensorflow as tf
 
-  def dataset(seed):
-    return (
-      tf.data.Dataset.range(size).shuffle(7, seed=seed).map(lambda x: {'x': x})
-    )
-
-  return tfdata.TfDataInput(dataset=dataset, **fields)
-
-
-def make_sharded_tensors(size, **fields):
-  import tensorflow as tf
-
-  def dataset(seed, host_index, num_hosts):
+  def dataset(seed, host_index=0, num_hosts=1):
     mine = tf.data.Dataset.range(host_index, size, num_hosts)
     return mine.shuffle(7, seed=seed).map(lambda x: {'x': x})
 
-  return tfdata.ShardedTfDataInput(dataset=dataset, **fields)
+  return cls(dataset=dataset, **fields)
 
 
 SOURCES = {
-  'indexed': Source(make_numbers),
   'indexed_threads': Source(
-    lambda size, **fields: make_numbers(size, num_threads=2, **fields),
+    lambda size, **fields: sources.Records(size=size, num_threads=2, **fields)
   ),
   'arrays': Source(
     lambda size, **fields: inputs_lib.arrays({'x': np.arange(size)}, **fields)
   ),
-  'grain_list': Source(
-    lambda size, **fields: grain.GrainInput(dataset=listed(size), **fields)
-  ),
-  'grain_map_dataset': Source(
-    lambda size, **fields: grain.GrainInput(
-      dataset=grain_library.MapDataset.source(listed(size)), **fields
-    )
-  ),
-  'array_record': Source(make_files),
+  'grain': Source(make_grain),
   'iterator': Source(make_iterator, is_sharded=True, evaluates=False),
-  'grain_stream': Source(make_stream, is_sharded=True, evaluates=False),
   **{
     f'text_{packing}': Source(
       functools.partial(make_text, packing=packing),
@@ -217,9 +142,11 @@ SOURCES = {
     for packing in text.PACKINGS
   },
   'mixture': Source(make_mixture, has_epochs=False, evaluates=False),
-  'tf_data': Source(make_tensors, needs='tensorflow'),
+  'tf_data': Source(
+    functools.partial(make_tensors, cls=tfdata.TfDataInput), needs='tensorflow'
+  ),
   'tf_data_sharded': Source(
-    make_sharded_tensors,
+    functools.partial(make_tensors, cls=tfdata.ShardedTfDataInput),
     is_sharded=True,
     needs='tensorflow',
   ),
@@ -293,14 +220,8 @@ def close(inputs):
 @promise(seeds, st.booleans(), evaluates=True)
 def test_one_epoch_is_the_dataset_once(name, drawn):
   size, batch_size, hosts, seed, twice = drawn
-  inputs = make_hosts(
-    name,
-    size,
-    hosts,
-    batch_size=batch_size,
-    input_random_seed=seed,
-    **ONE_EPOCH,
-  )
+  fields = {'batch_size': batch_size, 'input_random_seed': seed, **ONE_EPOCH}
+  inputs = make_hosts(name, size, hosts, **fields)
   for _ in range(1 + twice):
     batches = [list(part.eval_batches()) for part in inputs]
     count = -(-size // (batch_size * len(inputs)))

@@ -11,11 +11,13 @@ Below are real kills and signals of real processes. The many of the third tier:
 pytest tests/promises/test_resume.py -m slow -n 0
 """
 
+import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -29,15 +31,14 @@ import pytest
 from jaxline import platform
 from jaxline import sharded
 from jaxline.compat import dictionary
-from jaxline.inputs import mixture
 from jaxline.metrics import files as files_lib
 from jaxline.parallel import partitioning
 from jaxline.run_directory import owner
 from jaxline.run_directory import store
 from jaxline.supervision import nonfinite
+from jaxline.supervision import preemption
 from tests import remains
 from tests import survivors
-from tests.experiments import regression
 from tests.programs import multi
 from tests.programs import survivor
 
@@ -177,7 +178,6 @@ def assert_same_after_kill(
   config: config_dict.ConfigDict,
   at: Callable[[int, str], Any],
   mode: str = 'train_and_eval',
-  twice: bool = False,
 ) -> dict[str, Any]:
   """Asserts that a run that is killed and resumed ends as if it had not been.
 
@@ -187,49 +187,34 @@ def assert_same_after_kill(
       have what `mode` goes on from.
     at: (number of an operation, its name) -> whether to kill there.
     mode: the mode that is killed.
-    twice: also kills a run that goes on, from where all of a checkpoint was
-      written but its manifest.
 
   Returns:
     What the run leaves, see `remains.left_by`.
   """
   url = config.checkpoint_dir
-  begins, whole = [remains.files(url)], None
-  wrong: dict[str, Any] = {}
-  seen: set[int] = set()
-  for begin in begins:
-    remains.put(url, begin)
-    with recorded(url, at) as shots:
+  with recorded(url, at) as shots:
+    run(experiment, config, mode)
+  whole, wrong, seen = remains.left_by(url), {}, set()
+  for name, files in shots.items():
+    synced = shots[name.removesuffix(', power loss')].keys() - files.keys()
+    # Else the run would begin anew, and end in the same way.
+    if lost := [f for f in synced if is_small(f)]:
+      wrong[name] = lost
+    # A sync, for example, changes no file: all that counts is what is there.
+    if (content := hash(frozenset(files.items()))) in seen:
+      continue
+    seen.add(content)
+    # What a killed evaluation has marked would stay for a minute.
+    marks = {key for key in files if key.startswith('checkpoints/readers/')}
+    remains.put(url, {key: files[key] for key in files.keys() - marks})
+    try:
       run(experiment, config, mode)
-    if whole is None:
-      whole = remains.left_by(url)
-    assert remains.left_by(url) == whole
-    for name, files in shots.items():
-      synced = shots[name.removesuffix(', power loss')].keys() - files.keys()
-      # Else the run would begin anew, and end in the same way.
-      if lost := [f for f in synced if is_small(f)]:
-        wrong[f'{len(seen)}: {name}'] = lost
-      # A sync, for example, changes no file: all that counts is what is there.
-      if (content := hash(frozenset(files.items()))) in seen:
-        continue
-      seen.add(content)
-      # What a killed evaluation has marked would stay for a minute.
-      marks = {key for key in files if key.startswith('checkpoints/readers/')}
-      remains.put(url, {key: files[key] for key in files.keys() - marks})
-      try:
-        run(experiment, config, mode)
-        got = remains.left_by(url)
-        different = [key for key in got if got[key] != whole[key]]
-      except Exception as e:
-        different = [repr(e)]
-      if different:
-        wrong[f'{len(seen)}: {name}'] = different
-    if twice and len(begins) == 1:
-      remains.put(url, begin)
-      manifest = f'write checkpoints/latest/{whole["latest step"] - 2}.json'
-      with recorded(url, lambda k, name, own=manifest: name == own) as shots:
-        run(experiment, config, mode)
-      begins.append(next(iter(shots.values())))
+      got = remains.left_by(url)
+      different = [key for key in got if got[key] != whole[key]]
+    except Exception as e:
+      different = [repr(e)]
+    if different:
+      wrong[name] = different
   assert wrong == {}
   assert seen
   return whole
@@ -267,20 +252,6 @@ class Survivor(survivor.Survivor):
   layout = made_once('layout')
   compiled_train_step = made_once('compiled_train_step')
   compiled_eval_step = made_once('compiled_eval_step')
-
-
-class Mixed(Survivor):
-  """Reads a mixture."""
-
-  def train_input(self):
-    of = lambda seed, rows: survivor.Input(
-      data=regression.examples(seed, rows), input_random_seed=seed,
-      batch_size=survivor.ROWS, is_training=True,
-    )  # fmt: skip
-    return mixture.MixtureInput(
-      inputs={'a': of(1, 13), 'b': of(2, 9)}, weights={'a': 3, 'b': 1},
-      batch_size=survivor.ROWS, is_training=True,
-    )  # fmt: skip
 
 
 class OwnSnapshot:
@@ -324,32 +295,46 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
   return remains.left_by(config.checkpoint_dir)
 
 
+def at_every(number: int) -> Callable[[int, str], bool]:
+  return lambda k, name: k % number == 5
+
+
+def of_each_kind() -> Callable[[int, str], bool]:
+  """Returns what is true twice for each kind of file and of operation."""
+  counts = collections.Counter[str]()
+
+  def at(k: int, name: str) -> bool:
+    # One part is like another, and so are steps and random names.
+    kind = re.sub(r'data/.*|[0-9a-f]*\d[0-9a-f.-]*', '#', name)
+    counts[kind] += 1
+    return counts[kind] in (1, 3)
+
+  return at
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-  ('url', 'every'),
+  ('url', 'at'),
   [
-    ('disk', 41),
-    ('gs', 97),
-    pytest.param('s3', 149, marks=pytest.mark.process),
+    ('disk', at_every(41)),
+    ('gs', at_every(97)),
+    pytest.param('s3', at_every(149), marks=pytest.mark.process),
+    pytest.param('disk', of_each_kind(), marks=pytest.mark.process),
+    pytest.param('disk', lambda k, name: True, marks=pytest.mark.slow),
   ],
   indirect=['url'],
 )
-def test_killed_at_some_changes(url: str, every: int, whole: Any) -> None:
-  at = lambda k, name: k % every == 5
-  twice = every < 97
-  left = assert_same_after_kill(Survivor, config_of(url), at, twice=twice)
-  assert left == whole
-
-
-@pytest.mark.process
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize('url', ['disk'], indirect=True)
-def test_killed_at_any_change(url: str, whole: Any) -> None:
-  def at(k: int, name: str) -> bool:
-    # One part, and one record, is like another.
-    repeats = name.startswith(('write_part', '_append', 'flush'))
-    return k % 11 == 0 or not repeats
-
+def test_killed_at_any_change(url: str, at: Any, whole: Any) -> None:
   assert assert_same_after_kill(Survivor, config_of(url), at) == whole
+
+
+def test_killed_again_behind_a_checkpoint_without_a_manifest(tmp_path, whole):
+  config = config_of(url := str(tmp_path / 'run'))
+  at_manifest = lambda k, name: name == 'write checkpoints/latest/6.json'
+  with recorded(url, at_manifest) as shots:
+    run(Survivor, config, 'train_and_eval')
+  remains.put(url, next(iter(shots.values())))
+  assert assert_same_after_kill(Survivor, config, at_every(41)) == whole
 
 
 @pytest.mark.parametrize('mode', ['train_and_eval', 'train_eval_multithreaded'])
@@ -359,11 +344,6 @@ def test_every_style_in_every_mode(kind, mode, tmp_path):
   config.eval_initial_weights = False
   config.max_checkpoints_to_keep = 9
   assert_same_after_kill(kind, config, lambda k, name: k % 89 == 41, mode)
-
-
-def test_a_mixture(tmp_path):
-  config = config_of(str(tmp_path / 'run'))
-  assert_same_after_kill(Mixed, config, lambda k, name: k % 121 == 60)
 
 
 def test_an_evaluation_of_its_own(tmp_path):
@@ -384,9 +364,6 @@ def test_an_evaluation_that_is_asked_for_once_keeps_the_log(url):
   assert len(log()) > len(before)
 
 
-# What ends in an error, and a clock that is put back.
-
-
 def test_what_ends_in_an_error_goes_on(tmp_path, whole, monkeypatch):
   config = config_of(str(tmp_path / 'run'))
   for faults, error, newest in (
@@ -400,42 +377,20 @@ def test_what_ends_in_an_error_goes_on(tmp_path, whole, monkeypatch):
     assert remains.newest(config.checkpoint_dir) == newest
   monkeypatch.setattr(survivor, 'FAULTS', {})
   # The clock is put back two hours, and one more while the run goes on.
-  hours, now = iter((2, 3)), time.time
-  off = {'hours': 0}
+  now, step, taken = time.time, survivor.Survivor.step, []
 
-  def jump(experiment, **kwargs):
-    off['hours'] = next(hours, 3)
+  def counted(experiment, **kwargs):
+    taken.append(kwargs['global_step'])
     return step(experiment, **kwargs)
 
-  step = survivor.Survivor.step
-  monkeypatch.setattr(survivor.Survivor, 'step', jump)
-  monkeypatch.setattr(time, 'time', lambda: now() - 3600 * off['hours'])
+  monkeypatch.setattr(survivor.Survivor, 'step', counted)
+  monkeypatch.setattr(time, 'time', lambda: now() - 3600 * (2 + bool(taken)))
   run(Survivor, config, 'train_and_eval')
-  assert off['hours'] == 3
+  assert taken
   assert remains.left_by(config.checkpoint_dir) == whole
 
 
 # Real kills and signals.
-
-
-def test_a_process_that_is_killed_and_told_to_end(tmp_path, undisturbed, start):
-  assert undisturbed['latest']['step'] == survivors.STEPS
-  faults = {'step_secs': 0.01}
-  run = start(tmp_path, faults=faults)
-  assert run.wait_for_checkpoint('latest', 6), run.log
-  run.send(signal.SIGKILL)
-  run.end(-signal.SIGKILL)
-  killed_at = remains.newest(tmp_path)
-  assert killed_at >= 6
-  run = start(tmp_path, faults=faults)
-  assert run.wait_for('step', step=killed_at + 4), run.log
-  run.send(signal.SIGTERM)
-  run.end(75)
-  survivors.check_resumed(run, killed_at)
-  ended_at = remains.newest(tmp_path)
-  assert ended_at == run.events('step')[-1]['step'] >= killed_at + 4
-  survivors.check_resumed(survivors.finished(tmp_path), ended_at)
-  assert remains.left_by(tmp_path) == undisturbed
 
 
 def wait_until(run, what, rng):
@@ -469,19 +424,20 @@ def wait_until(run, what, rng):
 )
 def test_interrupted_at_any_instant(tmp_path, undisturbed, start, seed):
   """By SIGKILL or SIGTERM, many times, until it ends by itself."""
-  rng, done, before, code = np.random.default_rng(seed), [], None, None
+  rng, count, before, code = np.random.default_rng(seed), 0, None, None
   plan = ['save', 'restore', 'start-up', 'training', 'saved', 'logs']
   plan += ['best', 'restore', 'evaluation', 'save', 'start-up']
-  plan = rng.permutation(plan)[: None if seed else 4]
+  plan = rng.permutation(plan) if seed else ['save', 'restore']
   for what in [*plan, 'end', None]:
     if what == 'restore' and before is None:
       what = 'save'
-    signum = int(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+    signals = signal.SIGKILL, signal.SIGTERM
+    signum = int(rng.choice(signals)) if seed else signals[count % 2]
     # Else it may get to its end before it was interrupted often.
     run = start(tmp_path, faults={'step_secs': 0.04})
     if what is not None and wait_until(run, what, rng):
       run.send(signum)
-      done.append((what, signum))
+      count += 1
     code = run.end()
     survivors.check_resumed(run, before)
     # Nothing that was saved is lost.
@@ -490,75 +446,83 @@ def test_interrupted_at_any_instant(tmp_path, undisturbed, start, seed):
     remains.newest(tmp_path, 'best')
     if code == 75:
       # Not a step is lost: the newest is of the last one that was taken.
-      taken = run.events('step') or [{'step': before}]
-      assert after == taken[-1]['step'], (what, run.log[-8000:])
-      assert not after or remains.curve(tmp_path, 'train')[-1]['step'] == after
+      taken = run.events('step')
+      last = taken[-1]['step'] if taken else before
+      assert after == last, (what, run.log[-8000:])
+      assert not taken or remains.curve(tmp_path, 'train')[-1]['step'] == after
     before = after
     if code == 0:
       break
     assert code in (-signum, 75), (what, run.log[-8000:])
   assert code == 0
-  assert len(done) >= (8 if seed else 3)
+  assert count >= (8 if seed else 3)
   assert remains.left_by(tmp_path) == undisturbed
-
-
-# Evaluation in a process of its own.
-
-
-def check_followed(run_dir, undisturbed):
-  steps = remains.steps(run_dir)
-  last, every = survivors.STEPS, survivors.SAVE_EVERY
-  # And where a SIGTERM came.
-  assert set(steps) >= set(range(every, last + 1, every))
-  assert remains.bits(run_dir, last) == undisturbed['latest']
-  assert remains.curve(run_dir, 'train') == undisturbed['train curve']
-  evaluated = remains.curve(run_dir, 'eval')
-  assert [r['step'] for r in evaluated] == steps  # Each once.
-  shown = remains.tensorboard(run_dir, 'eval', False)['loss']
-  assert [step for step, _ in shown] == steps
-  # The same in one go, afterwards.
-  all_steps = '--config.eval_steps=all'
-  survivors.finished(run_dir, all_steps, survivors.KEEP_ALL, mode='eval_again')
-  assert evaluated == remains.curve(run_dir, 'eval_again')
-  losses = {r['step']: r['loss'] for r in evaluated}
-  assert remains.newest(run_dir, 'best') == min(losses, key=losses.get)
-  # Those that both modes evaluate.
-  both = [r for r in undisturbed['eval curve'] if r['step'] % every == 0]
-  assert [r for r in evaluated if r in both] == both
 
 
 @pytest.mark.process
 def test_evaluation_of_a_run_that_is_killed(tmp_path, undisturbed, start):
-  """Both are killed twice, in a step and in an evaluation or a wait."""
-  evaluated = []
-  for count in (2, 3, None):
+  """Both are killed, in a step and in an evaluation or a wait."""
+  started = []
+  for is_killed in (True, False):
     # The evaluation begins where there is nothing yet.
     runs = {
       mode: start(tmp_path, survivors.KEEP_ALL, mode=mode, faults=faults)
       for mode, faults in (('eval', {}), ('train', {'step_secs': 0.03}))
     }
-    if count is None:
-      assert [run.end(0) for run in runs.values()] == [0, 0]
-    else:
-      assert runs['eval'].wait_for('evaluation', count, what='start')
+    if is_killed:
+      assert runs['eval'].wait_for('evaluation', 3, what='start')
       for run in runs.values():
         run.kill()
       remains.newest(tmp_path, 'best')
-    evaluated += runs['eval'].events('evaluation', what='start')
-  # Again is evaluated only what a kill has interrupted.
-  steps = [event['step'] for event in evaluated]
-  assert len({*steps}) == survivors.STEPS // survivors.SAVE_EVERY
-  assert len(steps) <= len({*steps}) + 2, steps
-  check_followed(tmp_path, undisturbed)
+    else:
+      assert [run.end(0) for run in runs.values()] == [0, 0]
+    started += runs['eval'].events('evaluation', what='start')
+  last, every = survivors.STEPS, survivors.SAVE_EVERY
+  steps = list(range(every, last + 1, every))
+  # Again is evaluated only what the kill has interrupted.
+  assert {event['step'] for event in started} == {*steps}
+  assert len(started) <= len(steps) + 1, started
+  assert remains.steps(tmp_path) == steps
+  assert remains.bits(tmp_path, last) == undisturbed['latest']
+  assert remains.curve(tmp_path, 'train') == undisturbed['train curve']
+  evaluated = remains.curve(tmp_path, 'eval')
+  assert [r['step'] for r in evaluated] == steps  # Each once.
+  shown = remains.tensorboard(tmp_path, 'eval', False)['loss']
+  assert [step for step, _ in shown] == steps
+  losses = {r['step']: r['loss'] for r in evaluated}
+  assert remains.newest(tmp_path, 'best') == min(losses, key=losses.get)
+  # Those that both modes evaluate.
+  both = [r for r in undisturbed['eval curve'] if r['step'] in steps]
+  assert [r for r in evaluated if r in both] == both
+  # The same in one go, afterwards.
+  all_steps = '--config.eval_steps=all'
+  survivors.finished(tmp_path, all_steps, survivors.KEEP_ALL, mode='eval_again')
+  assert evaluated == remains.curve(tmp_path, 'eval_again')
 
 
-@pytest.mark.process
-def test_training_and_evaluation_in_two_threads(tmp_path, undisturbed, start):
-  mode, keep = 'train_eval_multithreaded', survivors.KEEP_ALL
-  run = start(tmp_path, keep, mode=mode, faults={'step_secs': 0.03})
-  assert run.wait_for('evaluation', 2, what='end')
-  run.send(signal.SIGTERM)
-  run.end(75)
-  assert remains.newest(tmp_path) >= 2 * survivors.SAVE_EVERY
-  survivors.finished(tmp_path, keep, mode=mode)
-  check_followed(tmp_path, undisturbed)
+def test_training_and_evaluation_in_two_threads(tmp_path, whole, monkeypatch):
+  """A signal ends both, and they go on as if there had been none."""
+  mode, step, left = 'train_eval_multithreaded', Survivor.step, []
+
+  def signalled(experiment, *, global_step, **kwargs):
+    if global_step == 3:
+      signal.raise_signal(signal.SIGTERM)
+    return step(experiment, global_step=global_step, **kwargs)
+
+  for is_signalled in (False, True):
+    config = config_of(str(tmp_path / f'{is_signalled}'))
+    config.eval_initial_weights = False
+    config.max_checkpoints_to_keep = 9
+    if is_signalled:
+      with monkeypatch.context() as patch, preemption.Watch():
+        patch.setattr(Survivor, 'step', signalled)
+        with pytest.raises(preemption.Preempted) as ended:
+          run(Survivor, config, mode)
+      assert ended.value.code == preemption.EXIT_CODE
+      assert remains.newest(config.checkpoint_dir) == 4
+    run(Survivor, config, mode)
+    left.append(remains.left_by(config.checkpoint_dir))
+  assert left[0] == left[1]
+  # Those that both modes evaluate.
+  both = [r for r in whole['eval curve'] if r['step'] in (6, 8)]
+  assert [r for r in left[0]['eval curve'] if r in both] == both

@@ -16,20 +16,8 @@ import pytest
 from jaxline import train
 from jaxline.metrics import scalars as scalars_lib
 from jaxline.supervision import preemption
+from tests import toys
 from tests.experiments import regression
-
-# Of a run of a sharded experiment, all that JAX compiles.
-_PROGRAMS = 9
-
-
-class Writer:
-  """Reads each scalar, as any writer must."""
-
-  def __init__(self):
-    self.losses = []
-
-  def write_scalars(self, global_step, scalars):
-    self.losses.append(float(scalars['loss']))
 
 
 def make_config(steps):
@@ -52,21 +40,19 @@ def test_a_run_compiles_each_program_once():
   jax.clear_caches()
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
-    train.Run(regression.Regression, config, writer=Writer()).train_and_eval()
+    train.Run(
+      regression.Regression, config, writer=toys.Writes()
+    ).train_and_eval()
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert names['jit(step)'] == names['jit(evaluation)'] == 1, names
   # The others make the first state and keys, and copy a state to be saved.
   assert set(names.values()) == {1}, names
-  assert len(names) <= _PROGRAMS, names
+  assert len(names) <= 9, names
 
 
 def test_nothing_on_the_training_thread_waits_for_the_step():
-  """The loop's code behind a step returns while the step still runs.
-
-  A fetch on the training thread would wait for the end of each step. On a GPU
-  the transfer guard would name it; on a CPU that passes everything.
-  """
+  """A fetch on the training thread would wait for the end of each step."""
   newest, was_running = {}, []
 
   class Slow(regression.Regression):
@@ -85,9 +71,9 @@ def test_nothing_on_the_training_thread_waits_for_the_step():
       was_running.append(not packed.is_ready())
       return super().reached(step)
 
-  writer = Writer()
+  writer = toys.Writes()
   train.Run(Slow, make_config(4), writer=writer, watch=Watch()).train()
-  assert len(writer.losses) == len(was_running) == 4
+  assert len(writer.records) == len(was_running) == 4
   # A step takes a third of a second, the loop's code behind it a millisecond.
   # Behind the first one, the program of the fingerprint is compiled.
   assert all(was_running[1:]), was_running

@@ -171,22 +171,6 @@ def test_stop_training_ends_a_fit(place, tmp_path, capfd):
 
 
 @pytest.mark.process
-def test_a_trainer_heeds_the_evaluation_beside_it(tmp_path, start):
-  keep = '--config.max_checkpoints_to_keep=1000'
-  args = ['--config.training_steps=100000', keep]
-  trainer = start(tmp_path, *args, mode='train', faults={'step_secs': 0.05})
-  evaluator = start(
-    tmp_path, *args, mode='eval', faults={'stop_evaluate_at': 9}
-  )
-  assert trainer.end() == 0, trainer.log
-  assert evaluator.end() == 0, evaluator.log
-  last = remains.newest(tmp_path)
-  assert noted(tmp_path)['step'] == last
-  assert last % 3 == 0
-  assert [r['step'] for r in remains.curve(tmp_path, 'eval')] == [3, 6]
-
-
-@pytest.mark.process
 def test_two_processes_stop_together(tmp_path):
   directory = tmp_path / 'run'
   args = directory, 'sharded', '--jaxline_mode=train_and_eval'
@@ -199,35 +183,23 @@ def test_two_processes_stop_together(tmp_path):
 
 
 @pytest.mark.process
-def test_two_processes_end_by_the_time_of_the_first(tmp_path):
-  directory = tmp_path / 'run'
-  args = directory, 'per_device', '--config.max_seconds=3'
-  several.run(*args, step_secs=0.02, steps=100000)
-  assert noted(directory)['step'] == remains.steps(directory)[-1]
-  # They agree on a step soon after the one that took the last second.
-  assert 3 < noted(directory)['step'] <= 150 + 3
-
-
-@pytest.mark.process
-def test_two_processes_follow_the_note_of_an_evaluation(tmp_path):
-  """Only process 0 decides; both end at a save."""
-  directory = tmp_path / 'run'
-  # No evaluation after the first one gains so much.
-  never_better = '--config.early_stop.min_delta=1e9'
-  args = '--config.early_stop.patience=1', never_better
-  args += ('--config.max_checkpoints_to_keep=1000',)
+def test_two_processes_heed_the_evaluation_beside_them(tmp_path):
+  """Only process 0 reads its note; both end at a save."""
+  directory, keep = tmp_path / 'run', '--config.max_checkpoints_to_keep=1000'
   trainers = several.Run(
-    directory, 'sharded', *args, step_secs=0.1, steps=100000
+    directory, 'sharded', keep, step_secs=0.1, steps=100000
   )
   try:
-    evaluators = several.Run(
-      directory, 'sharded', '--jaxline_mode=eval', *args, steps=100000
+    results = several.run(
+      *(directory, 'sharded', keep, '--jaxline_mode=eval'),
+      fault='0:evaluate:6:end,1:evaluate:6:end',
+      steps=100000,
     )
-    results = trainers.wait()
-    assert {r.code for r in results + evaluators.wait()} == {0}
+    results += trainers.wait()
   finally:
     trainers.kill()
+  assert [r.code for r in results] == [0] * 4
   last = remains.steps(directory)[-1]
-  assert noted(directory)['step'] == last
-  # The evaluators look at the last checkpoint, too.
-  assert [*several.logged(directory, 'eval')] == [*range(2, last + 1, 2)]
+  assert noted(directory) == {'step': last, 'why': 'enough'}
+  assert last % 2 == 0
+  assert [*several.logged(directory, 'eval')] == [2, 4]
