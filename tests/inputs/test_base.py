@@ -134,22 +134,6 @@ def test_the_end_comes_again_and_reads_no_more():
   assert numbers(source) == [0]
 
 
-def test_other_errors_say_where_and_do_not_end_the_data():
-  class Failing(Counting):
-    def get_next(self):
-      if self.number == 2:
-        self.number = 3
-        raise RuntimeError('broken')
-      return super().get_next()
-
-  source = Failing(batch_size=2, name='mine')
-  assert numbers([next(source), next(source)]) == [0, 1]
-  with pytest.raises(RuntimeError, match='broken') as caught:
-    next(source)
-  assert caught.value.__notes__ == ['It was mine, reading number 3.']
-  assert numbers(source) == [3]
-
-
 def test_the_state_of_another_input_is_refused():
   """Or what is no state, such as that of an iterator that the run had."""
   state = Counting(batch_size=2).get_state()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 from unittest import mock
 
 from absl import logging
@@ -34,53 +35,31 @@ def test_batches_read_ahead_are_bounded_by_number_and_bytes():
     feed.close()
 
 
-class Clock:
-  """A feed whose waits and compilations take as long as the test says."""
+def test_wait_fraction_excludes_compilation(monkeypatch):
+  clock = types.SimpleNamespace(now=1000.0, compiled=0.0, wait=0.0)
 
-  def __init__(self, monkeypatch):
-    self.now, self.compiled, self.wait = 1000.0, 0.0, 0.0
-    read_ahead = lambda source, batches, **kwargs: self.read(batches)
-    monkeypatch.setattr(infeed, 'read_ahead', read_ahead)
-    monkeypatch.setattr(infeed.time, 'perf_counter', lambda: self.now)
-    monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: self.compiled)
-    self.feed = infeed.Infeed(counting(), lambda x: x)
-
-  def read(self, batches):
+  def read(source, batches, **unused):
     for batch in batches:
-      self.now += self.wait
+      clock.now += clock.wait
       yield batch
 
-  def steps(self, num_steps, wait, takes):
-    """Waits for a batch, and then takes that long."""
-    self.wait = wait
-    for _ in range(num_steps):
-      next(self.feed)
-      self.now += takes
-
-  def compile(self, secs):
-    self.now += secs
-    self.compiled += secs
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  made = Clock(monkeypatch)
-  yield made
-  made.feed.close()
-
-
-def test_wait_fraction_excludes_compilation(clock):
-  clock.steps(1, wait=5, takes=0)
-  clock.compile(50)  # In the first step.
-  clock.steps(1, wait=1, takes=2)
-  clock.steps(1, wait=1, takes=0)
-  assert clock.feed.wait_fraction == 2 / 4
-  clock.compile(500)  # Once more, for another shape.
-  clock.steps(1, wait=0, takes=0)
-  assert clock.feed.wait_fraction == 2 / 4
-  clock.steps(1, wait=0, takes=4)
-  clock.steps(1, wait=2, takes=0)
-  assert clock.feed.wait_fraction == 4 / 10
+  monkeypatch.setattr(infeed, 'read_ahead', read)
+  monkeypatch.setattr(infeed.time, 'perf_counter', lambda: clock.now)
+  monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: clock.compiled)
+  feed = infeed.Infeed(counting(), lambda x: x)
+  # Seconds of a wait, of a compilation after it, and of the rest of the step.
+  for clock.wait, compiles, takes, expected in (
+    (5, 50, 0, 0),
+    (1, 0, 2, 1),
+    (1, 500, 0, 2 / 4),  # Once more, for another shape.
+    (0, 0, 4, 2 / 4),
+    (2, 0, 0, 4 / 10),
+  ):
+    next(feed)
+    assert feed.wait_fraction == expected
+    clock.now += compiles + takes
+    clock.compiled += compiles
+  feed.close()
 
 
 def test_a_stall_is_told_with_the_place(monkeypatch):

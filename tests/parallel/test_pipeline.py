@@ -96,19 +96,17 @@ def test_a_stage_without_work_leaves_no_trace():
     assert np.abs(array).max() > 0
 
 
-@pytest.mark.parametrize(
-  ('counts', 'words'),
-  [
+def test_errors_offer_what_would_fit():
+  names = 'num_stages', 'num_microbatches', 'num_repeats'
+  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
+  for counts, words in (
     ((8, 8, 2), '8 layers do not divide over 8 stages x 2 repe.* of 16 layers'),
     ((4, 3, 2), '3 microbatches for 4 stages .* at least 4 microbatches'),
     ((1, 2, 1), '1 stages do not divide over the 2'),
-  ],
-)
-def test_errors_offer_what_would_fit(counts, words):
-  names = 'num_stages', 'num_microbatches', 'num_repeats'
-  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
-  with partitioner.activate(), pytest.raises(ValueError, match=words):
-    _pipelined(*_weights_and_rows(8), **dict(zip(names, counts, strict=True)))
+  ):
+    sizes = dict(zip(names, counts, strict=True))
+    with partitioner.activate(), pytest.raises(ValueError, match=words):
+      _pipelined(*_weights_and_rows(8), **sizes)
 
 
 def test_rows_go_to_the_next_stage_and_nothing_else():
