@@ -54,11 +54,7 @@ class Input:
 
 
 class Scaled(Input):
-  """The targets of some batches are multiplied by a factor.
-
-  Attributes:
-    factors: number of the batch, from 0 -> factor.
-  """
+  """Multiplies the targets of batches, by their number from 0."""
 
   def __init__(self, batch_size, factors):
     super().__init__(batch_size)

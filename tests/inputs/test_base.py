@@ -13,6 +13,7 @@ from tests.sources import Counting
 from tests.sources import numbers
 
 UNSAVED = {'input_checkpointing_enabled': False}
+SEEDED = {'is_training': True, 'input_random_seed': 3}
 
 
 def test_entries_are_attributes_of_nested_dicts_too():
@@ -33,10 +34,7 @@ def test_a_wrong_field_is_named():
     ('num_infeed_hosts', {'num_infeed_hosts': -1}),
     ('infeed_host_index', {'num_infeed_hosts': 2, 'infeed_host_index': 2}),
     ('num_infeed_hosts', {'shard': base.Shard(2, 4), 'num_infeed_hosts': 3}),
-    (
-      'input_random_seed',
-      {'is_training': True, 'input_random_seed': 3, **UNSAVED},
-    ),
+    ('input_random_seed', {**SEEDED, **UNSAVED}),
     # The corners of the table of evaluations.
     ('eval_loop_num_batches', {'eval_loop_num_batches': 0}),
     ('eval_loop_num_batches', {'eval_loop_num_batches': None}),
