@@ -4,11 +4,9 @@ import copy
 import pickle
 import threading
 
-import jax
 import numpy as np
 import pytest
 
-from jaxline import sharded
 from jaxline import utils
 from jaxline.compat import checkpointers
 from tests import checkpoints as lib
@@ -62,23 +60,6 @@ def test_a_save_is_there_once_it_is_written(open_run):
   assert newest().id == 2
 
 
-def test_the_newest_save_of_the_sharded_style(open_run, copied):
-  checkpointer = open_run(mirrors=True)
-  live = lib.Sharded()
-  lib.restore(checkpointer, live, key=jax.random.key(0))
-  # What a run goes on from is its last save.
-  assert newest().pickle_nest.global_step == 5
-  lib.advance(live, 2)
-  want = live.snapshot_state()
-  want = jax.tree.map(np.asarray, want['state'].params), want['input']
-  lib.save(checkpointer, live, 7, key=jax.random.key(0))
-  lib.advance(live, 1)
-  module = newest().pickle_nest.experiment_module
-  assert isinstance(module.state, sharded.TrainState)
-  lib.assert_same(module.state.params, want[0])
-  lib.assert_same(module.to_dict()['input'], want[1])
-
-
 @pytest.mark.parametrize(
   'clone', [copy.copy, lambda x: pickle.loads(pickle.dumps(x))]
 )
@@ -99,6 +80,10 @@ def test_a_copy_of_a_save_is_a_plain_snapshot(clone, open_run, tmp_path):
   assert live.held()['n'] == 3
   assert other.directory.saved_step is None  # It is no checkpoint of its own.
   assert other.steps('latest') == []
+  # A run that goes on has its last save there.
+  utils.GLOBAL_CHECKPOINT_DICT.clear()
+  lib.restore(open_run(mirrors=True), lib.weights())
+  assert newest().id == 3
 
 
 def test_the_best_of_another_training_of_this_process(open_run):

@@ -7,7 +7,6 @@ from unittest import mock
 
 from absl import logging
 import numpy as np
-import pytest
 
 from jaxline.inputs import infeed
 from tests import processes
@@ -20,19 +19,22 @@ def counting():
 
 def test_batches_read_ahead_are_bounded_by_number_and_bytes():
   expected = {2**25: 4, 2**20: 16, 2**10: 32}  # One of them is with us.
-  sources_by_bytes, feeds = {}, []
+  feeds, before = {}, {*threading.enumerate()}
   for num_bytes in expected:
-    source = sources_by_bytes[num_bytes] = counting()
     row = np.broadcast_to(np.int8(0), num_bytes)  # Takes no memory.
     place = lambda x, row=row: {'x': row}
-    feeds.append(infeed.Infeed(source, place, buffer_size=3))
-    next(feeds[-1])
-  number = lambda: {k: x.number for k, x in sources_by_bytes.items()}
+    feed = infeed.Infeed(counting(), place, buffer_size=3)
+    next(feed)
+    feeds[num_bytes] = feed
+  number = lambda: {k: feed.source.number for k, feed in feeds.items()}
   processes.wait_until(lambda: number() == expected)
   time.sleep(0.1)  # No more are read.
   assert number() == expected
-  for feed in feeds:
+  feeds['unread'] = infeed.Infeed(counting(), lambda x: x)
+  for feed in feeds.values():
     feed.close()
+    assert feed.source.is_closed
+  assert not {*threading.enumerate()} - before
 
 
 def test_wait_fraction_excludes_compilation(monkeypatch):
@@ -79,14 +81,3 @@ def test_a_stall_is_told_with_the_place(monkeypatch):
   feed.close()
   text, *args = logging.warning.call_args.args
   assert 'books, reading number 2' in text % tuple(args)
-
-
-@pytest.mark.parametrize('num_read', [0, 5])
-def test_close_ends_the_thread_and_closes_the_source(num_read):
-  source, before = counting(), {*threading.enumerate()}
-  feed = infeed.Infeed(source, lambda x: x)
-  for _ in range(num_read):
-    next(feed)
-  feed.close()
-  assert source.is_closed
-  assert not {*threading.enumerate()} - before

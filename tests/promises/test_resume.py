@@ -274,7 +274,7 @@ class Mixed(Survivor):
 
   def train_input(self):
     of = lambda seed, rows: survivor.Input(
-      data=regression.examples(seed, rows), input_random_seed=seed,
+      values=regression.examples(seed, rows), input_random_seed=seed,
       batch_size=survivor.ROWS, is_training=True,
     )  # fmt: skip
     return mixture.MixtureInput(
