@@ -45,9 +45,6 @@ def history(series=SERIES):
   return utils.GLOBAL_CHECKPOINT_DICT[series].history
 
 
-# Saving and restoring.
-
-
 @pytest.mark.parametrize('entry', ['global_step', 'experiment_module', 'ema'])
 def test_what_a_checkpoint_lacks_is_named_and_nothing_changes(entry):
   checkpointer, state = make()
@@ -81,9 +78,6 @@ def test_how_many_are_kept():
     assert [s.id for s in history(series)] == steps
     assert [s.pickle_nest.global_step for s in history(series)] == steps
     assert checkpointer.restore_path(series) == 4
-
-
-# Frozen.
 
 
 def test_a_donated_step_does_not_reach_the_snapshot():
@@ -131,9 +125,6 @@ def test_changes_in_place_do_not_reach_the_snapshot():
     checkpointer.restore(SERIES)
     check(state.experiment_module._b0)
     spoil(state.experiment_module)
-
-
-# What forks do with it.
 
 
 @pytest.mark.parametrize('clone', [copy.deepcopy, copy.copy, pickle.dumps])

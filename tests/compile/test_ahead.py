@@ -142,9 +142,6 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
     ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
 
 
-# What XLA writes of a program's memory.
-
-
 def test_the_buffers_of_a_program_that_does_not_fit():
   # libtpu 0.0.52 for v5e:2x2: two layers, w f32[2,28000,28000] replicated, so
   # that a chip's 15.75 GiB do not hold it, its gradient and its update. Left
@@ -214,9 +211,6 @@ def test_the_roofline_of_a_step():
   assert roofline(flops=1.0).mfu_bound == 4000 / (800 * 6)  # Of ICI.
   assert roofline(flops=0.0, hbm_bytes=0.0, traffic=()).mfu_bound == 0
   assert roofline(dataclasses.replace(target, chip=None)) is None
-
-
-# The TPU compiler.
 
 
 def test_a_run_that_does_not_fit(tmp_path, capsys):

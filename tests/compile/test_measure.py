@@ -84,9 +84,6 @@ def summary(text, axis_sizes, slices=None):
   )
 
 
-# Compiled here, for CPU and for TPUs.
-
-
 def test_each_kind_of_collective(split):
   n, size = split.mesh.size, 2**19  # Bytes on each device.
   program = jax.shard_map(
@@ -262,9 +259,6 @@ def test_replica_groups():
     (found,) = measure(text, dict.fromkeys('abc', 2)).traffic
     assert found.axes == tuple(axes)
     assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
-
-
-# What goes between slices.
 
 
 def test_what_must_leave_a_slice():

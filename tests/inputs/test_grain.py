@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from jaxline.inputs import grain
-from tests.sources import ONE_EPOCH
-from tests.sources import rows
-from tests.sources import take
+from tests import sources
 
 EVERY = list(range(23))
 
@@ -46,7 +44,7 @@ def test_a_dataset_keeps_its_own_order():
   dataset = grain_library.MapDataset.source(records(9)).shuffle(seed=4)
   expected = [int(x['x']) for x in dataset.repeat(2)]
   source = grain.GrainInput(dataset=dataset, batch_size=9)
-  assert rows(take(source, 2)) == expected
+  assert sources.rows(sources.take(source, 2)) == expected
   assert expected[:9] != expected[9:]
 
 
@@ -115,7 +113,7 @@ def test_records_are_stacked():
 
 @pytest.mark.parametrize('batch_size', [3, 20])  # One by one, or together.
 def test_files_are_read_in_their_order(files, batch_size):
-  fields = {'batch_size': batch_size, **ONE_EPOCH}
+  fields = {'batch_size': batch_size, **sources.ONE_EPOCH}
   for given, expected in (
     (str(files / '*.array_record'), EVERY),
     (files / 'c.array_record', EVERY[5:22]),
@@ -124,7 +122,7 @@ def test_files_are_read_in_their_order(files, batch_size):
     (f'{files.parent}/**/{files.name}/*', EVERY),
   ):
     source = grain.GrainInput(files=given, transformations=[decode], **fields)
-    found = rows(b['x'][b['weights'] > 0].tolist() for b in source)
+    found = sources.rows(b['x'][b['weights'] > 0].tolist() for b in source)
     assert found == expected
 
 
@@ -138,7 +136,7 @@ def test_an_error_names_file_and_record(files):
       files=files / '*', transformations=[decode, bad], batch_size=3
     )
     with pytest.raises(ZeroDivisionError) as caught:
-      take(source, 5)
+      sources.take(source, 5)
     assert f'{files}/{place}.' in caught.value.__notes__[0]
 
 

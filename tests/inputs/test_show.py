@@ -162,9 +162,6 @@ def test_a_digest_never_changes_and_the_speed_is_of_later_batches(monkeypatch):
   )
 
 
-# The command.
-
-
 class Experiment(sharded.ShardedExperiment):
   """Has inputs, but no weights."""
 

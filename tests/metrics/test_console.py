@@ -318,9 +318,8 @@ LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
 OVER = {'is_over': True}
 
 
-@pytest.mark.parametrize(
-  ('command', 'how', 'go_on', 'look'),
-  [
+def test_the_next_commands(tmp_path, monkeypatch, capsys):
+  for command, how, go_on, look in (
     (COMMAND, {}, RUN, RUN + EVAL),
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
@@ -343,27 +342,24 @@ OVER = {'is_over': True}
     ((), {'stopped': 'enough', **OVER}, '', LOOK),
     # Without a checkpoint there is nothing to go on from.
     (COMMAND, {'saved': None}, '', ''),
-  ],
-)
-def test_the_next_commands(
-  command, how, go_on, look, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
-  experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
-  steps = how.get('training_steps', 6)
-  overrides = {'training_steps': steps, 'checkpoint_dir': str(tmp_path)}
-  step, saved = (6 if how.get('is_over') else 4), how.get('saved', 4)
-  console, state = begun(0, experiment, command, saved, **overrides)
-  state.global_step, console.stopped = step, how.get('stopped', '')
-  capsys.readouterr()
-  error = None if how.get('is_over') else STOP
-  console.__exit__(type(error), error, None)
-  out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
-  name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
-  texts = ('Continue: ', go_on), (f'{name} ', look)
-  shown = [head + text for head, text in texts if text]
-  shown.append('Results:  python -m jaxline.runs compare DIR')
-  assert out[out.index('Run directory: DIR') + 1 :] == shown
+  ):
+    count = how.get('processes', 1)
+    monkeypatch.setattr(jax, 'process_count', lambda n=count: n)
+    experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
+    steps, saved = how.get('training_steps', 6), how.get('saved', 4)
+    overrides = {'training_steps': steps, 'checkpoint_dir': str(tmp_path)}
+    console, state = begun(0, experiment, command, saved, **overrides)
+    state.global_step = 6 if 'is_over' in how else 4
+    console.stopped = how.get('stopped', '')
+    capsys.readouterr()
+    error = None if 'is_over' in how else STOP
+    console.__exit__(type(error), error, None)
+    out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
+    name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
+    texts = ('Continue: ', go_on), (f'{name} ', look)
+    shown = [head + text for head, text in texts if text]
+    shown.append('Results:  python -m jaxline.runs compare DIR')
+    assert out[out.index('Run directory: DIR') + 1 :] == shown
 
 
 def test_the_summary_says_what_the_run_came_to(capsys):

@@ -19,8 +19,6 @@ def partitioner(sharding='fsdp', mesh=None, rules=None):
   return made if rules is None else dataclasses.replace(made, rules=rules)
 
 
-# Which axis of an array is split over what.
-
 DATA = ('data', 'expert')
 BATCH = ('replica', *DATA)
 BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
@@ -55,8 +53,6 @@ def test_axes_that_do_not_fit_name_their_weight():
       partitioner().specs(weights)
     assert 'layer/w' in error.value.__notes__[0]
 
-
-# What stays whole, and the optimizer's state.
 
 WEIGHTS = {
   'layer': {
