@@ -17,15 +17,10 @@ from tests import checkpoints
 SERIES = 'latest'
 
 
-def toy(w=(1, 2), notes=None):
+def toy(notes=None):
   """Returns an experiment: weights on the devices, notes on the host."""
-  params = {'lin.1': {'w': np.float32(w)}}
+  params = {'lin.1': {'w': np.float32([1, 2])}}
   return checkpoints.PerDevice({'params': params}, {'notes': notes})
-
-
-def weights(module):
-  """Returns the weights of an experiment or a snapshot."""
-  return module._a0['lin.1']['w']
 
 
 def make(module=None):
@@ -138,9 +133,8 @@ def test_a_snapshot_can_be_written_to_a_file_and_read(clone):
   assert type(nest) is protocol.ExperimentState
   assert set(nest) == {'global_step', 'experiment_module', 'train_step_rng'}
   assert nest['global_step'] == nest.global_step == 3
-  np.testing.assert_array_equal(
-    utils.get_first(weights(nest.experiment_module)), [1, 2]
-  )
+  first = utils.get_first(nest.experiment_module._a0)
+  np.testing.assert_array_equal(first['lin.1']['w'], [1, 2])
   params = nest.experiment_module.params
   np.testing.assert_array_equal(params['lin.1'].w, [1, 2])
   assert type(params.to_dict()['lin.1']) is dict

@@ -6,7 +6,6 @@ tests/promises/test_inputs.py has their epochs, hosts and resumes.
 import itertools
 
 import grain as grain_library
-import jax
 import numpy as np
 import pytest
 
@@ -100,15 +99,10 @@ def test_randomness_depends_on_seed_record_and_epoch_alone():
 
 
 def test_records_are_stacked():
-  dataset = [
-    {'a': {'b': np.full(3, i)}, 'c': float(i), 'd': str(i)} for i in range(3)
-  ]
+  dataset = [{'a': {'b': np.full(3, i)}, 'c': str(i)} for i in range(3)]
   batch = next(grain.GrainInput(dataset=dataset, batch_size=3))
-  assert jax.tree.map(lambda x: x.tolist(), [batch.a.b, batch.c, batch.d]) == [
-    [[i] * 3 for i in range(3)],
-    [0, 1, 2],
-    ['0', '1', '2'],
-  ]
+  assert batch.a.b.tolist() == [[i] * 3 for i in range(3)]
+  assert batch.c.tolist() == ['0', '1', '2']
 
 
 @pytest.mark.parametrize('batch_size', [3, 20])  # One by one, or together.

@@ -91,9 +91,6 @@ def test_a_reader_that_loses_or_doubles_rows_is_an_error():
   source.close()
 
 
-# Workers: each takes seconds to start.
-
-
 @pytest.mark.process
 def test_workers_give_the_same_batches_and_end_with_the_input():
   fields = {'batch_size': 4, 'size': 22, 'shuffle': True, **sources.ONE_EPOCH}

