@@ -140,8 +140,6 @@ def test_a_part_of_an_array_counts_as_that_part():
     assert 0 <= measure(edited).hbm_bytes - expected <= 8, call
 
 
-# Excerpts: TPU.
-
 # Overlapped with a matrix product: v5e:4x4, weights split over all.
 ASYNC_FUSIONS = (HLO / 'async_fusions.hlo').read_text()
 

@@ -233,8 +233,6 @@ def say_of(what, w, opt_state, own):
   say(what, digest=digest, position=own)
 
 
-CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
-
 if __name__ == '__main__':
   address, num_processes, process, style, *argv = sys.argv[1:]
   if int(num_processes) > 1:
@@ -252,7 +250,8 @@ if __name__ == '__main__':
   if seed:
     put_snapshot(int(seed))
   try:  # It ends by SystemExit.
-    platform.main(CLASSES[style], argv)
+    classes = {'sharded': Sharded, 'per_device': PerDevice}
+    platform.main(classes[style], argv)
   finally:
     if seed:
       say_saved()
