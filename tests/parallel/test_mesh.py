@@ -10,6 +10,7 @@ from jaxline import errors
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
 
+
 def test_mesh_shape():
   for sizes, count, num_slices, ici, dcn in (
     (None, 8, 1, (1, 1, 8, 1, 1), (1, 1, 1, 1, 1)),
