@@ -277,7 +277,7 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
     time.sleep(DRAWN_SECS)
     # A progress bar is left alone.
     assert screen(terminal.getvalue()) == [*shown, '20% of it']
-    sys.stderr.write('\r100% of it\n')
+    sys.stderr.write('\r100% of it\nnext\r')  # Drawn over.
     terminal.wait_for([*shown, '100% of it', 'drawn'])
     line.stop()
     print('after')

@@ -61,6 +61,7 @@ def test_a_copy_and_more_entries_leave_it_packed(packed):
   )
   assert len(more) == len({*more}) == 9
   assert bits(values.fetch(packed)) == bits(GIVEN | COUNTS)  # Unchanged.
+  assert bits({'loss': 1.0, 'minus': 7} | packed) == bits(GIVEN | COUNTS)
   fetched = values.fetch(packed)
   assert fetched['loss'].dtype == np.float32
   del more['tiny']
