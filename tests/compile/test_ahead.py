@@ -1,9 +1,10 @@
-"""Compiling a run for chips that are not here."""
+"""Compiling a run for chips that are not here: its report, time and memory."""
 
 import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
 import types
 
 import jax
@@ -16,12 +17,18 @@ from jaxline import base_config
 from jaxline import errors
 from jaxline import metrics
 from jaxline import sharded
+from jaxline.base import chips
 from jaxline.compile import ahead
+from jaxline.compile import hlo
+from jaxline.compile import measure
+from jaxline.compile import memory
+from jaxline.compile import report
 from jaxline.parallel import partitioning
 from jaxline.supervision import compilation_cache
 
 pytestmark = pytest.mark.usefixtures('compiles')
 
+HLO = pathlib.Path(__file__).parent / 'hlo'
 ROWS = 128
 
 
@@ -135,7 +142,75 @@ def test_for_tpus_their_compiler_is_needed(monkeypatch):
     ahead.make_report(TwoLayers, make_config(topology='v4:2x2x1'))
 
 
-# The TPU compiler.
+def test_the_buffers_of_a_program_that_does_not_fit():
+  # libtpu 0.0.52 for v5e:2x2: two layers, w f32[2,28000,28000] replicated, so
+  # that a chip's 15.75 GiB do not hold it, its gradient and its update. Left
+  # out are instructions and buffers that say nothing more.
+  assignment = (HLO / 'out_of_memory.txt').read_text()
+  module = hlo.parse((HLO / 'out_of_memory.hlo').read_text())
+  total, found = memory.buffers(assignment, module)
+  big, half = 'f32[2,28000,28000]', 'f32[1,28000,28000]'
+  layer1 = 'jit(f)/transpose(jvp(layer1))/dot_general'
+  assert [dataclasses.astuple(b) for b in found[:5]] == [
+    (6279168000, big, 'argument', "p['w']"),  # 2 x 28000^2 x 4, and tiles.
+    (6279168000, big, 'temporary', 'jit(f)/add_any'),
+    (3139584000, half, 'temporary', ''),
+    (3139584000, half, 'temporary', layer1),
+    (28672000, 'f32[256,28000]', 'argument', 'x'),
+  ]
+  # Buffers that take turns in the same place count once, and all together they
+  # are what the program needs, which is what the compiler says.
+  assert total == 6279168000 + 28672000 + 12558385664
+  assert 0 <= total - sum(b.bytes for b in found) < 1 << 20
+  assert total / 2**30 == pytest.approx(17.57, rel=0.01)
+
+
+def test_errors_of_too_little_memory():
+  of_hbm = (
+    'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM,'
+    ' the total memory required for HLO temporaries (17.57G) exceeds available'
+    ' HBM (15.75G). HLO module: jit_f.\nSee'
+    ' https://openxla.org/xla/errors/error_1000 for more details.'
+  )
+  of_vmem = 'RESOURCE_EXHAUSTED: Ran out of scoped memory in vmem.'
+  of_others = 'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.'
+  for error, expected in (of_hbm, 1), (of_others, 1), (of_vmem, 0):
+    assert memory.is_out_of_memory(RuntimeError(error)) == expected, error
+
+
+def test_the_roofline_of_a_step():
+  """The lower bound on its time, by the peak rates of a chip."""
+  # 100 FLOP/s, 1000 bytes of memory at 50 bytes/s; links of 20 and 10 bytes/s.
+  target = report.Target(
+    name='v4:2x2x1', device_kind='TPU v4', num_slices=2, num_devices=8,
+    chip=chips.Chip('v4', ('TPU v4',), 100.0, 1000.0, 50.0, 2, 10.0, 10.0),
+  )  # fmt: skip
+  # How many; their bytes, those sent, and those sent to other slices.
+  gather = measure.Traffic('all-gather', ('data',), 3, 80.0, 60.0, 0.0)
+  reduce = measure.Traffic('all-reduce', ('data',), 1, 40.0, 70.0, 10.0)
+  measures = measure.Measures(
+    flops=1000.0, hbm_bytes=200.0, traffic=(gather, reduce),
+    unknown_loops=(), unknown_kernels=(),
+  )  # fmt: skip
+
+  def roofline(target=target, **changes):
+    changed = dataclasses.replace(measures, **changes)
+    return report.roofline(target, changed, model_flops=4000.0)
+
+  assert roofline() == report.Roofline(
+    seconds={
+      'compute': 1000 / 100,
+      'memory': 200 / 50,
+      'ICI': (60 + 70 - 10) / 20,
+      'DCN': 10 / 10,
+    },
+    # 4000 of the 8 x 100 FLOP/s there are, in 10 s; in 10 + 4 + 6 + 1 s.
+    mfu_bound=4000 / (800 * 10),
+    mfu_sum=4000 / (800 * 21),
+  )
+  assert roofline(flops=1.0).mfu_bound == 4000 / (800 * 6)  # Of ICI.
+  assert roofline(flops=0.0, hbm_bytes=0.0, traffic=()).mfu_bound == 0
+  assert roofline(dataclasses.replace(target, chip=None)) is None
 
 
 def test_a_run_that_does_not_fit(tmp_path, capsys):

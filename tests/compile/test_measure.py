@@ -42,12 +42,12 @@ def loops(x, w):
   return jax.lax.fori_loop(3, 10, lambda i, x: x @ w, x)
 
 
-def of(*shape, sharding=None, dtype=jnp.float32):
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def of(*shape, sharding=None):
+  return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
 
-def compile_text(program, *args, **options):
-  return jax.jit(program, **options).lower(*args).compile().as_text()
+def compile_text(program, *args):
+  return jax.jit(program).lower(*args).compile().as_text()
 
 
 @pytest.fixture(params=['cpu', 'v4:2x2x1'])
@@ -70,12 +70,10 @@ def measure(text, axis_sizes=None, slices=None):
   return measure_lib.measure(module, axis_sizes, slices)
 
 
-def module(main, num_devices=1, **computations):
-  """Returns a module; each of its computations is given as its lines."""
-  bodies = computations | {'ENTRY main': main}
-  return f'HloModule jit_f, num_partitions={num_devices}\n\n' + '\n'.join(
-    f'{name} () -> () {{\n{body}\n}}\n' for name, body in bodies.items()
-  )
+def module(main, num_devices=1):
+  """Returns a module whose only computation has these lines."""
+  head = f'HloModule jit_f, num_partitions={num_devices}\n\n'
+  return f'{head}ENTRY main () -> () {{\n{main}\n}}\n'
 
 
 def summary(text, axis_sizes, slices=None):
@@ -84,9 +82,6 @@ def summary(text, axis_sizes, slices=None):
     (t.kind, t.axes, t.count, t.bytes, t.wire_bytes)
     for t in measure(text, axis_sizes, slices).traffic
   )
-
-
-# Compiled here, for CPU and for TPUs.
 
 
 def test_each_kind_of_collective(split):
@@ -144,8 +139,6 @@ def test_a_part_of_an_array_counts_as_that_part():
     # It also looks at the indices.
     assert 0 <= measure(edited).hbm_bytes - expected <= 8, call
 
-
-# Excerpts: TPU.
 
 # Overlapped with a matrix product: v5e:4x4, weights split over all.
 ASYNC_FUSIONS = (HLO / 'async_fusions.hlo').read_text()
@@ -247,9 +240,8 @@ def one_collective(call):
   return module(body, num_devices=8)
 
 
-@pytest.mark.parametrize(
-  ('groups', 'axes', 'group_size'),
-  [
+def test_replica_groups():
+  for groups, axes, group_size in (
     ('{{0,1},{2,3},{4,5},{6,7}}', 'c', 2),
     ('[2,4]<=[4,2]T(1,0)', 'ab', 4),
     # {0,2}, {4,6}, {1,3}, {5,7}.
@@ -258,37 +250,28 @@ def one_collective(call):
     ("mesh['a'=8] {'a':(1)2,'a':(4)2}", 'ac', 4),
     # Other orders of the devices.
     ("mesh['a'=4,'b'=2], device_ids=(0,2,4,6,1,3,5,7) {'b'}", 'b', 2),
-  ],
-)
-def test_replica_groups(groups, axes, group_size):
-  text = one_collective(
-    f'all-reduce(%x), replica_groups={groups}, use_global_device_ids=true'
-  )
-  (found,) = measure(text, dict.fromkeys('abc', 2)).traffic
-  assert found.axes == tuple(axes)
-  assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
+  ):
+    text = one_collective(
+      f'all-reduce(%x), replica_groups={groups}, use_global_device_ids=true'
+    )
+    (found,) = measure(text, dict.fromkeys('abc', 2)).traffic
+    assert found.axes == tuple(axes)
+    assert found.wire_bytes == 32 * 2 * (group_size - 1) / group_size
 
 
-# What goes between slices.
-
-
-@pytest.mark.parametrize(
-  ('kind', 'groups', 'part'),
-  [
-    # Within slices all but one of each slice's chips' shares has been added.
-    ('all-reduce', '{{0,1,2,3,4,5,6,7}}', 1 / 7),
-    ('all-gather', '{{0,1,2,3,4,5,6,7}}', 1 / 7),
-    ('all-reduce', '{{0,1},{2,3},{4,5},{6,7}}', 0.0),
-    # Half of the chips are in the other slice.
-    ('all-to-all', '{{0,1,2,3,4,5,6,7}}', 4 / 7),
-    ('collective-permute', '', 1.0),
-  ],
-)
-def test_what_must_leave_a_slice(kind, groups, part):
-  where = f'replica_groups={groups}'
-  if not groups:
-    where = 'source_target_pairs={{0,4},{4,0},{1,2},{2,1}}'
-  text = one_collective(f'{kind}(%x), {where}')
+def test_what_must_leave_a_slice():
+  every = 'replica_groups={{0,1,2,3,4,5,6,7}}'
+  pairs = 'source_target_pairs={{0,4},{4,0},{1,2},{2,1}}'
   mesh = {'stage': 1, 'replica': 2, 'data': 4, 'mdl': 1}
-  (found,) = measure(text, mesh, [0] * 4 + [1] * 4).traffic
-  assert found.dcn_bytes == pytest.approx(part * found.wire_bytes)
+  for kind, where, part in (
+    # Within slices all but one of each slice's chips' shares has been added.
+    ('all-reduce', every, 1 / 7),
+    ('all-gather', every, 1 / 7),
+    ('all-reduce', 'replica_groups={{0,1},{2,3},{4,5},{6,7}}', 0.0),
+    # Half of the chips are in the other slice.
+    ('all-to-all', every, 4 / 7),
+    ('collective-permute', pairs, 1.0),
+  ):
+    text = one_collective(f'{kind}(%x), {where}')
+    (found,) = measure(text, mesh, [0] * 4 + [1] * 4).traffic
+    assert found.dcn_bytes == pytest.approx(part * found.wire_bytes)

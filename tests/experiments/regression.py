@@ -2,7 +2,6 @@
 
 import hashlib
 import types
-import zlib
 
 import jax
 from jax.experimental import multihost_utils
@@ -14,6 +13,7 @@ from jaxline import base_config
 from jaxline import metrics
 from jaxline import sharded
 from jaxline.parallel import partitioning
+from jaxline.parallel import prng
 
 FEATURES, OUTPUTS = 8, 4
 TRUE_W = np.linspace(-1, 1, FEATURES * OUTPUTS, dtype=np.float32)
@@ -54,11 +54,7 @@ class Input:
 
 
 class Scaled(Input):
-  """The targets of some batches are multiplied by a factor.
-
-  Attributes:
-    factors: number of the batch, from 0 -> factor.
-  """
+  """Multiplies the targets of batches, by their number from 0."""
 
   def __init__(self, batch_size, factors):
     super().__init__(batch_size)
@@ -131,20 +127,13 @@ def expected_evaluation(state, sizes):
 
 def drawn(key, names, batches):
   """Returns what an evaluation draws of its key: a mean for each set's name."""
-
-  def named(key, name):
-    return jax.random.fold_in(key, zlib.crc32(name.encode()) | 2**31)
-
-  for_all = named(key, 'evaluation')
-  for_sets = {name: named(for_all, name) for name in names}
-  return {
-    name: float(
-      np.mean(
-        [jax.random.uniform(jax.random.fold_in(key, i)) for i in range(batches)]
-      )
-    )
-    for name, key in for_sets.items()
-  }
+  for_all, found = prng.stream(key, 'evaluation'), {}
+  fold_in = jax.random.fold_in
+  for name in names:
+    own = prng.stream(for_all, name)
+    draws = [jax.random.uniform(fold_in(own, i)) for i in range(batches)]
+    found[name] = float(np.mean(draws))
+  return found
 
 
 class Drawing(Regression):

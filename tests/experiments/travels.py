@@ -1,4 +1,4 @@
-"""A sharded experiment with faults that a test plants: see `Travels`."""
+"""A sharded experiment with faults that a test plants: see `get_config`."""
 
 import dataclasses
 
@@ -41,16 +41,7 @@ class Records(indexed.IndexedInput):
 
 
 class Travels(sharded.ShardedExperiment):
-  """Linear regression.
-
-  Its config:
-    poisoned: a record that is far off.
-    missing: records that the data lacks.
-    perturbed: a step whose loss is computed a little differently.
-    root: whether the loss is that of the root of the error, which has no
-      gradient where the error is 0.
-    flips: whether a device's second computation of a step has a flipped bit.
-  """
+  """Linear regression; `get_config` has the faults."""
 
   def __init__(self, mode, init_rng, config, run_config=None):
     super().__init__(mode, init_rng, run_config=run_config)
@@ -58,11 +49,9 @@ class Travels(sharded.ShardedExperiment):
     self.computed = 0
 
   def init_fn(self, rng):
-    del rng
     return {'w': jnp.zeros(3), 'b': jnp.zeros(())}, {'step': jnp.int32(0)}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    del rng
     error = batch['x'] @ params['w'] + params['b'] - batch['y']
     here = model_state['step'] == self.config.perturbed - 1
     error = jnp.where(here, error * 1.001, error)
@@ -117,11 +106,13 @@ def get_config(directory, **kwargs):
   config.eval_interval = -1
   config.console = 'off'
   config.experiment_kwargs.config = {
-    'poisoned': -1,
-    'missing': (),
-    'perturbed': -1,
+    'poisoned': -1,  # A record that is far off.
+    'missing': (),  # Records that the data lacks.
+    'perturbed': -1,  # A step whose loss is computed a little differently.
+    # Whether the loss is that of the root of the error, which has no gradient
+    # where the error is 0.
     'root': False,
-    'flips': False,
+    'flips': False,  # Whether the second computation of a step flips a bit.
     'shuffled': True,
   }
   config.experiment_kwargs.config.update(kwargs)

@@ -13,9 +13,10 @@ The working directory must be the repository: `files` is a relative path.
 """
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
+
+from tests import remains
 
 FOLDER = pathlib.Path(__file__).resolve().parent / 'runs'
 SAVED, LAST = 3, 6
@@ -23,21 +24,13 @@ SAVED, LAST = 3, 6
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """How a run is started.
-
-  Attributes:
-    config: the config file.
-    kwargs: overrides below `experiment_kwargs.config`.
-    overrides: further overrides.
-    processes: how many share the two devices.
-    optional: the package without which it cannot run.
-  """
+  """How a run is started."""
 
   config: str
-  kwargs: dict[str, Any]
+  kwargs: dict[str, Any]  # Overrides below `experiment_kwargs.config`.
   overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-  processes: int = 1
-  optional: str = 'jax'
+  processes: int = 1  # How many share the two devices.
+  optional: str = 'jax'  # The package without which it cannot run.
 
 
 _LM = {
@@ -120,13 +113,12 @@ def flags(name: str, directory: pathlib.Path) -> list[str]:
 
 def numbers(directory: pathlib.Path) -> dict[str, list[Any]]:
   """Returns the [step, loss] of each record, for 'train' and 'eval'."""
-  found: dict[str, list[Any]] = {}
-  for path in sorted(directory.glob('*/metrics.jsonl')):
-    lines = map(json.loads, path.read_text(encoding='utf-8').splitlines())
-    found[path.parent.name] = [
+  return {
+    mode: [
       [record['step'], record[key]]
-      for record in lines
+      for record in remains.curve(directory, mode)
       for key in ('loss', 'total_loss')
       if key in record
     ]
-  return found
+    for mode in ('train', 'eval')
+  }

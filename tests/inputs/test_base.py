@@ -13,6 +13,7 @@ from tests.sources import Counting
 from tests.sources import numbers
 
 UNSAVED = {'input_checkpointing_enabled': False}
+SEEDED = {'is_training': True, 'input_random_seed': 3}
 
 
 def test_entries_are_attributes_of_nested_dicts_too():
@@ -33,10 +34,7 @@ def test_a_wrong_field_is_named():
     ('num_infeed_hosts', {'num_infeed_hosts': -1}),
     ('infeed_host_index', {'num_infeed_hosts': 2, 'infeed_host_index': 2}),
     ('num_infeed_hosts', {'shard': base.Shard(2, 4), 'num_infeed_hosts': 3}),
-    (
-      'input_random_seed',
-      {'is_training': True, 'input_random_seed': 3, **UNSAVED},
-    ),
+    ('input_random_seed', {**SEEDED, **UNSAVED}),
     # The corners of the table of evaluations.
     ('eval_loop_num_batches', {'eval_loop_num_batches': 0}),
     ('eval_loop_num_batches', {'eval_loop_num_batches': None}),
@@ -132,22 +130,6 @@ def test_the_end_comes_again_and_reads_no_more():
   assert source.num_reads == 2
   source.reset()
   assert numbers(source) == [0]
-
-
-def test_other_errors_say_where_and_do_not_end_the_data():
-  class Failing(Counting):
-    def get_next(self):
-      if self.number == 2:
-        self.number = 3
-        raise RuntimeError('broken')
-      return super().get_next()
-
-  source = Failing(batch_size=2, name='mine')
-  assert numbers([next(source), next(source)]) == [0, 1]
-  with pytest.raises(RuntimeError, match='broken') as caught:
-    next(source)
-  assert caught.value.__notes__ == ['It was mine, reading number 3.']
-  assert numbers(source) == [3]
 
 
 def test_the_state_of_another_input_is_refused():

@@ -2,11 +2,11 @@
 
 import threading
 import time
+import types
 from unittest import mock
 
 from absl import logging
 import numpy as np
-import pytest
 
 from jaxline.inputs import infeed
 from tests import processes
@@ -19,68 +19,49 @@ def counting():
 
 def test_batches_read_ahead_are_bounded_by_number_and_bytes():
   expected = {2**25: 4, 2**20: 16, 2**10: 32}  # One of them is with us.
-  sources_by_bytes, feeds = {}, []
+  feeds, before = {}, {*threading.enumerate()}
   for num_bytes in expected:
-    source = sources_by_bytes[num_bytes] = counting()
     row = np.broadcast_to(np.int8(0), num_bytes)  # Takes no memory.
     place = lambda x, row=row: {'x': row}
-    feeds.append(infeed.Infeed(source, place, buffer_size=3))
-    next(feeds[-1])
-  number = lambda: {k: x.number for k, x in sources_by_bytes.items()}
+    feed = infeed.Infeed(counting(), place, buffer_size=3)
+    next(feed)
+    feeds[num_bytes] = feed
+  number = lambda: {k: feed.source.number for k, feed in feeds.items()}
   processes.wait_until(lambda: number() == expected)
   time.sleep(0.1)  # No more are read.
   assert number() == expected
-  for feed in feeds:
+  feeds['unread'] = infeed.Infeed(counting(), lambda x: x)
+  for feed in feeds.values():
     feed.close()
+    assert feed.source.is_closed
+  assert not {*threading.enumerate()} - before
 
 
-class Clock:
-  """A feed whose waits and compilations take as long as the test says."""
+def test_wait_fraction_excludes_compilation(monkeypatch):
+  clock = types.SimpleNamespace(now=1000.0, compiled=0.0, wait=0.0)
 
-  def __init__(self, monkeypatch):
-    self.now, self.compiled, self.wait = 1000.0, 0.0, 0.0
-    read_ahead = lambda source, batches, **kwargs: self.read(batches)
-    monkeypatch.setattr(infeed, 'read_ahead', read_ahead)
-    monkeypatch.setattr(infeed.time, 'perf_counter', lambda: self.now)
-    monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: self.compiled)
-    self.feed = infeed.Infeed(counting(), lambda x: x)
-
-  def read(self, batches):
+  def read(source, batches, **unused):
     for batch in batches:
-      self.now += self.wait
+      clock.now += clock.wait
       yield batch
 
-  def steps(self, num_steps, wait, takes):
-    """Waits for a batch, and then takes that long."""
-    self.wait = wait
-    for _ in range(num_steps):
-      next(self.feed)
-      self.now += takes
-
-  def compile(self, secs):
-    self.now += secs
-    self.compiled += secs
-
-
-@pytest.fixture
-def clock(monkeypatch):
-  made = Clock(monkeypatch)
-  yield made
-  made.feed.close()
-
-
-def test_wait_fraction_excludes_compilation(clock):
-  clock.steps(1, wait=5, takes=0)
-  clock.compile(50)  # In the first step.
-  clock.steps(1, wait=1, takes=2)
-  clock.steps(1, wait=1, takes=0)
-  assert clock.feed.wait_fraction == 2 / 4
-  clock.compile(500)  # Once more, for another shape.
-  clock.steps(1, wait=0, takes=0)
-  assert clock.feed.wait_fraction == 2 / 4
-  clock.steps(1, wait=0, takes=4)
-  clock.steps(1, wait=2, takes=0)
-  assert clock.feed.wait_fraction == 4 / 10
+  monkeypatch.setattr(infeed, 'read_ahead', read)
+  monkeypatch.setattr(infeed.time, 'perf_counter', lambda: clock.now)
+  monkeypatch.setattr(infeed.goodput, 'compiled_secs', lambda: clock.compiled)
+  feed = infeed.Infeed(counting(), lambda x: x)
+  # Seconds of a wait, of a compilation after it, and of the rest of the step.
+  for clock.wait, compiles, takes, expected in (
+    (5, 50, 0, 0),
+    (1, 0, 2, 1),
+    (1, 500, 0, 2 / 4),  # Once more, for another shape.
+    (0, 0, 4, 2 / 4),
+    (2, 0, 0, 4 / 10),
+  ):
+    next(feed)
+    assert feed.wait_fraction == expected
+    clock.now += compiles + takes
+    clock.compiled += compiles
+  feed.close()
 
 
 def test_a_stall_is_told_with_the_place(monkeypatch):
@@ -100,14 +81,3 @@ def test_a_stall_is_told_with_the_place(monkeypatch):
   feed.close()
   text, *args = logging.warning.call_args.args
   assert 'books, reading number 2' in text % tuple(args)
-
-
-@pytest.mark.parametrize('num_read', [0, 5])
-def test_close_ends_the_thread_and_closes_the_source(num_read):
-  source, before = counting(), {*threading.enumerate()}
-  feed = infeed.Infeed(source, lambda x: x)
-  for _ in range(num_read):
-    next(feed)
-  feed.close()
-  assert source.is_closed
-  assert not {*threading.enumerate()} - before

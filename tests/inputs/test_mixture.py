@@ -32,11 +32,9 @@ def numbers(sizes, **fields):
 
 def mixture(sizes, weights, *, batch_size=5, **fields):
   children = numbers(sizes, **fields)
+  weights = dict(zip(children, weights, strict=True))
   return mixture_lib.MixtureInput(
-    inputs=children,
-    weights=dict(zip(children, weights, strict=True)),
-    batch_size=batch_size,
-    is_training=fields.get('is_training', False),
+    inputs=children, weights=weights, batch_size=batch_size
   )
 
 

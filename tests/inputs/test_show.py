@@ -6,25 +6,24 @@ import time
 import numpy as np
 import pytest
 
+from jaxline import base_config
 from jaxline import sharded
 from jaxline.inputs import __main__ as program
 from jaxline.inputs import base
-from jaxline.inputs import indexed
 from jaxline.inputs import show
 from tests import processes
 from tests import sources
 
+# ml_collections loads the config file in a way that Python will drop.
+pytestmark = pytest.mark.filterwarnings('ignore:the load_module')
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Numbers(indexed.IndexedInput):
+class Numbers(sources.Records):
   """Record r of N is the tokens r, r + 1, r + 2, which letters stand for."""
 
   batch_size: int = 2
-  n: int = 10
   is_training: bool = True
-
-  def num_records(self):
-    return self.n
 
   def read(self, records, epochs):
     ids = (records[:, None] + np.arange(3)).astype(np.int32)
@@ -39,28 +38,21 @@ class Numbers(indexed.IndexedInput):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Counting(base.BaseInput):
-  """Numbers 0, 1, 2 ... of each host's own, or the same on all."""
+class Counting(sources.Counting):
+  """Numbers of each host's own, or the same on all."""
 
   batch_size: int = 2
   is_training: bool = True
+  end: int = 10**6
   own: bool = True
-  end: int = 10**6  # How many numbers there are, of each host.
-  skip: int = 0  # How far a position is wrong.
-  count = 0
+  skip: int = 0  # By how many batches a position is wrong.
 
   def get_next(self):
-    if self.count >= self.end:
-      raise StopIteration
-    x = np.arange(self.count, self.count + self.batch_size)
-    self.count += self.batch_size
-    return base.Batch(x=x + 10**6 * self.infeed_host_index * self.own)
+    x = super().get_next().x + 10**6 * self.infeed_host_index * self.own
+    return base.Batch(x=x + 1000 * np.arange(self.batch_size))
 
   def position(self):
-    return self.count + self.skip
-
-  def set_position(self, position):
-    self.count = position
+    return super().position() + self.skip
 
 
 def padded(shard):
@@ -70,7 +62,7 @@ def padded(shard):
 
 
 def uneven(shard):
-  return Counting(shard=shard, end=4 + 6 * shard.index, **EPOCH)
+  return Counting(shard=shard, end=2 + 3 * shard.index, **EPOCH)
 
 
 def weightless(self, records, epochs):
@@ -101,7 +93,7 @@ def case(make_input, verdicts, *words, **options):
     # Over two epochs and more, rows come again; records of an epoch do not.
     case(make(Numbers), 'rows resume position', 'no record of 20 rows of 2 '),
     case(
-      make(Numbers, read=weightless, n=3, batch_size=1, **EPOCH),
+      make(Numbers, read=weightless, size=3, batch_size=1, **EPOCH),
       'rows epoch resume position',
       *(' 2 of 4 rows are real, ', ' 3 of 3 records '),
     ),
@@ -129,7 +121,7 @@ def case(make_input, verdicts, *words, **options):
     case(uneven, 'rows epoch! resume', ' 2, 2 or more ', max_batches=2),
     case(make(Counting, end=0), 'rows epoch! resume?'),
     # Positions: wrong, not saved; of each host's own, or of its number.
-    case(make(Counting, skip=2), 'rows resume!', 'after 3 batches'),
+    case(make(Counting, skip=1), 'rows resume!', 'after 3 batches'),
     case(make(Counting, input_checkpointing_enabled=False), 'rows resume?'),
     case(
       make(Numbers, position=lambda self: self._at - self.infeed_host_index),
@@ -170,9 +162,6 @@ def test_a_digest_never_changes_and_the_speed_is_of_later_batches(monkeypatch):
   )
 
 
-# The command.
-
-
 class Experiment(sharded.ShardedExperiment):
   """Has inputs, but no weights."""
 
@@ -190,7 +179,7 @@ class Experiment(sharded.ShardedExperiment):
       name='numbers',
       batch_size=base.per_host(self.batch_size, shard),
       shuffle=False,
-      n=20,
+      size=20,
       shard=base.Shard(0, 1) if self.fault == 'hosts' else shard,
     )
 
@@ -202,29 +191,17 @@ class Experiment(sharded.ShardedExperiment):
     return batches
 
 
-@pytest.fixture
-def config(tmp_path):
-  path = tmp_path / 'config.py'
-  path.write_text("""
-from jaxline import base_config
-
 def get_config():
+  """Makes this file a config file too."""
   config = base_config.get_base_config()
   config.experiment_class = 'tests.inputs.test_show:Experiment'
-  config.experiment_kwargs = dict(batch_size=8, fault='', mesh=dict(data=2))
+  config.experiment_kwargs = {'batch_size': 8, 'fault': '', 'mesh': {'data': 2}}
   return config
-""")
-  return f'--config={path}'
-
-
-# ml_collections loads the config file in a way that Python will drop.
-loads_config = pytest.mark.filterwarnings('ignore:the load_module')
 
 
 FAULT = '--config.experiment_kwargs.fault='
 
 
-@loads_config
 @pytest.mark.parametrize(
   ('args', 'status', 'words'),
   [
@@ -241,9 +218,10 @@ FAULT = '--config.experiment_kwargs.fault='
     (f'--split=eval {FAULT}sets --set=longer', 2, "'long'"),
   ],
 )
-def test_status(config, args, status, words, capsys):
+def test_status(args, status, words, capsys):
+  argv = 'show', f'--config={__file__}', '-n0', '--seconds=0', *args.split()
   try:
-    found = program.main(['show', config, '-n0', '--seconds=0', *args.split()])
+    found = program.main(argv)
   except SystemExit as e:
     found = e.code  # How argparse leaves.
   out, err = capsys.readouterr()
@@ -251,7 +229,6 @@ def test_status(config, args, status, words, capsys):
   assert words in (err if status == 2 else out)
 
 
-@loads_config
 def test_totals_of_text(tmp_path, capsys):
   folder, cache = tmp_path / 'text', tmp_path / 'cache'
   folder.mkdir()

@@ -194,14 +194,6 @@ def test_memory_does_not_grow_with_the_text(files, cache, monkeypatch, kind):
   assert peak < 2**20
 
 
-def test_many_batches_are_in_order(files, tmp_path, monkeypatch):
-  """The same tokens, whether made in one batch or in many."""
-  one = text.load_corpus(files, documents='line', cache_dir=tmp_path / '1')
-  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 1024)
-  many = text.load_corpus(files, documents='line', cache_dir=tmp_path / '2')
-  assert_same(one, many)
-
-
 def test_text_with_the_document_token_is_refused(files, cache):
   class Bad(tokenization.ByteTokenizer):
     identity = 'bad'

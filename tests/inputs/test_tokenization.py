@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import pathlib
 import pickle
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from jaxline.inputs import text as text_input
+from jaxline.inputs import text_files
+from jaxline.inputs import token_cache
 from jaxline.inputs import tokenization
 
 STDLIB = pathlib.Path(sysconfig.get_path('stdlib'))
@@ -39,9 +43,8 @@ def train_sentencepiece(path: pathlib.Path, **kwargs) -> pathlib.Path:
   # Text comes back as it was.
   options |= {'normalization_rule_name': 'identity', 'add_dummy_prefix': False}
   options |= {'remove_extra_whitespaces': False, 'minloglevel': 2}
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=lines(), model_writer=model, **(options | kwargs)
-  )
+  options |= {'sentence_iterator': lines(), 'model_writer': model} | kwargs
+  sentencepiece.SentencePieceTrainer.train(**options)
   path.write_bytes(model.getvalue())
   return path
 
@@ -72,15 +75,9 @@ def huggingface_model(tmp_path_factory):
   return train_huggingface(path, '<unk>', '<|endoftext|>', '<s>')
 
 
-@pytest.fixture(params=['bytes', 'stdlib', 'huggingface'])
-def spec(request):
-  if request.param == 'huggingface':
-    return request.getfixturevalue('huggingface_model')
-  return request.param
-
-
-def test_text_comes_back_and_decoding_never_fails(spec):
-  tokenizer = tokenization.load_tokenizer(spec)
+@pytest.mark.parametrize('name', ['bytes', 'stdlib', 'huggingface'])
+def test_text_comes_back_and_decoding_never_fails(cut_models, name):
+  tokenizer = cut_models[name]
   texts = [*HARD, *lines()]
   batch = tokenizer.encode_batch(texts)
   for ids, example in zip(batch, texts, strict=True):
@@ -94,7 +91,7 @@ def test_text_comes_back_and_decoding_never_fails(spec):
     for given in example, example.encode():
       np.testing.assert_array_equal(tokenizer.encode(given), ids)
   sizes = [*map(len, batch)]
-  if spec != 'bytes':
+  if name != 'bytes':
     assert sum(sizes) < 0.8 * sum(map(len, texts))
     # Longer than the file's own limit, not filled up to its own length.
     assert max(sizes) > 6
@@ -121,20 +118,18 @@ NAMES = 'bytes', 'stdlib', 'space', 'huggingface', 'Unigram', 'WordPiece'
 @pytest.fixture(scope='module')
 def cut_models(huggingface_model, tmp_path_factory):
   folder = tmp_path_factory.mktemp('cut')
-  space = train_sentencepiece(folder / 'a.model', add_dummy_prefix=True)
+  # No piece has two spaces.
+  single = (' '.join(line.split()) for line in lines())
+  options = {'add_dummy_prefix': True, 'sentence_iterator': single}
+  space = train_sentencepiece(folder / 'a.model', **options)
   specs = {'space': space, 'huggingface': huggingface_model}
   tokenizers = pytest.importorskip('tokenizers')
   normalizers, words = tokenizers.normalizers, tokenizers.pre_tokenizers
   spaces = normalizers.Replace(tokenizers.Regex(' {2,}'), ' ')
+  unknown = {'unk_token': '[UNK]'}
   for name, normalizer, word, more in (
-    (
-      *('Unigram', [normalizers.NFKC(), spaces], words.Metaspace()),
-      {'unk_token': '[UNK]'},
-    ),
-    (
-      *('WordPiece', [normalizers.BertNormalizer()]),
-      *(words.BertPreTokenizer(), {}),
-    ),
+    ('Unigram', [normalizers.NFKC(), spaces], words.Metaspace(), unknown),
+    ('WordPiece', [normalizers.BertNormalizer()], words.BertPreTokenizer(), {}),
   ):
     model = tokenizers.Tokenizer(getattr(tokenizers.models, name)())
     model.normalizer = normalizers.Sequence(normalizer)
@@ -149,6 +144,7 @@ def cut_models(huggingface_model, tmp_path_factory):
 
 @hypothesis.settings(deadline=None, max_examples=100)
 @hypothesis.given(st.lists(st.sampled_from(BITS) | st.binary(max_size=3)))
+@hypothesis.example(['a', ' ', ')', '    ', 'a', ' '])
 @pytest.mark.parametrize('name', NAMES)
 def test_a_cut_text_has_the_same_tokens(cut_models, name, bits):
   tokenizer = cut_models[name]
@@ -156,20 +152,29 @@ def test_a_cut_text_has_the_same_tokens(cut_models, name, bits):
   whole = tokenizer.encode(text)
   cuts = tokenizer.find_cuts(text).tolist()
   assert cuts == sorted({*cuts} & {*range(1, len(text))})
-  for cut in cuts:
-    parts = tokenizer.encode_parts([text[:cut], text[cut:]], [True, False])
-    found = np.concatenate(parts)
-    np.testing.assert_array_equal(found, whole, repr(text[cut:]))
+  for chosen in *([cut] for cut in cuts), cuts:
+    places = itertools.pairwise([0, *chosen, len(text)])
+    parts = [text[first:end] for first, end in places]
+    are_first = [True] + [False] * len(chosen)
+    found = np.concatenate(tokenizer.encode_parts(parts, are_first))
+    np.testing.assert_array_equal(found, whole, repr(parts))
 
 
-def test_text_has_places_to_cut_unless_a_model_looks_at_the_whole(
-  cut_models, tmp_path
+def test_a_long_text_is_cut_unless_a_model_looks_at_the_whole(
+  cut_models, tmp_path, monkeypatch
 ):
+  monkeypatch.setattr(text_files, '_PIECE_BYTES', 2**11)
+  monkeypatch.setattr(token_cache, '_BATCH_BYTES', 2**13)
   source = '\n'.join(lines()).encode()
+  for name in 'ab':
+    (tmp_path / name).write_bytes(source)
   for name, tokenizer in cut_models.items():
     cuts = tokenizer.find_cuts(source)
     gaps = np.diff(cuts, prepend=0, append=len(source))
     assert gaps.max() < 2000, name
+    tokens = [tokenizer.document_id, *tokenizer.encode(source)]
+    for split in text_input.load_corpus(tmp_path, tokenizer=tokenizer):
+      np.testing.assert_array_equal(split.tokens, tokens, name)
   for options in (
     {'model_type': 'unigram'},
     {'byte_fallback': False},
@@ -201,25 +206,19 @@ def test_json_files_that_look_across_words_cut_nothing(
     assert not tokenizer.find_cuts(b'x a').size, change
 
 
-def test_identities(spec, tmp_path):
-  tokenizer = tokenization.load_tokenizer(spec)
-  assert tokenization.load_tokenizer(tokenizer) is tokenizer
-  if spec == 'bytes':
-    assert tokenizer.identity == 'bytes'
-    assert (tokenizer.document_id, tokenizer.vocab_size) == (256, 257)
-    return
-  if spec == 'stdlib':
-    spec = pathlib.Path(tokenization.__file__).with_name('stdlib.model')
-    assert (tokenizer.document_id, tokenizer.vocab_size) == (1, 2048)
-  digest = hashlib.sha256(spec.read_bytes()).hexdigest()
-  assert digest in tokenizer.identity
-  # A worker process gets a pickle.
-  other = pickle.loads(pickle.dumps(tokenizer))
-  np.testing.assert_array_equal(other.encode('def'), tokenizer.encode('def'))
-  # Not where it lies.
-  copy = tmp_path / spec.name
-  copy.write_bytes(spec.read_bytes())
-  assert tokenization.load_tokenizer(str(copy)).identity == tokenizer.identity
+def test_identities(huggingface_model, tmp_path):
+  stdlib = pathlib.Path(tokenization.__file__).with_name('stdlib.model')
+  for spec, path in ('stdlib', stdlib), (huggingface_model,) * 2:
+    tokenizer = tokenization.load_tokenizer(spec)
+    assert tokenization.load_tokenizer(tokenizer) is tokenizer
+    assert hashlib.sha256(path.read_bytes()).hexdigest() in tokenizer.identity
+    # A worker process gets a pickle.
+    other = pickle.loads(pickle.dumps(tokenizer))
+    np.testing.assert_array_equal(other.encode('def'), tokenizer.encode('def'))
+    # Not where it lies.
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    assert tokenization.load_tokenizer(str(copy)).identity == tokenizer.identity
 
 
 def test_document_token_of_sentencepiece(tmp_path):

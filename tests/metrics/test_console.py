@@ -26,14 +26,13 @@ from jaxline.compat import experiments
 from jaxline.metrics import console as console_lib
 from jaxline.metrics import live as live_lib
 from jaxline.metrics import writers
-from jaxline.run_directory import directory
 from jaxline.supervision import preemption
 from tests import processes
 from tests import toys
 
 TOY = processes.ROOT / 'tests' / 'programs' / 'toy.py'
 CONFIG = TOY.with_name('toy_config.py')
-DRAWN_SECS = 0.6  # Longer than it takes until the live line is drawn again.
+DRAWN_SECS = 0.2  # Longer than it takes until the live line is drawn again.
 COMMAND = ('python', 'x.py', '--config=a.py', '--config.checkpoint_dir', 'old')
 
 
@@ -60,8 +59,6 @@ def screen(data):
 class Terminal(io.StringIO):
   """A terminal in memory, which has no group of processes."""
 
-  columns = 80
-
   def isatty(self):
     return True
 
@@ -81,7 +78,7 @@ def no_columns(monkeypatch):
 @pytest.fixture
 def terminal(monkeypatch):
   made = Terminal()
-  size = lambda fd: os.terminal_size((made.columns, 40))
+  size = lambda fd: os.terminal_size((80, 40))
   monkeypatch.setattr(os, 'get_terminal_size', size)
   return made
 
@@ -98,29 +95,21 @@ def experiment_of(**attributes):
   )
 
 
-def begun(
-  mode='plain', step=0, experiment=None, command=(), saved=None, **overrides
-):
+def begun(step=0, experiment=None, command=(), saved=None, **overrides):
   """Returns a console of a run that has begun, and the run's state."""
-  state = types.SimpleNamespace(global_step=step)
-  place = directory.RunDirectory()
-  place.saved_step = saved
-  console = console_lib.Console(mode, console_lib.Origin(command))
-  console.begin(
-    make_config(**overrides),
-    experiment or experiment_of(),
-    state,
-    lambda: place.saved_step,
-  )
-  return console, state, place
+  state = types.SimpleNamespace(global_step=step, saved_step=saved)
+  console = console_lib.Console('plain', console_lib.Origin(command))
+  config, experiment = make_config(**overrides), experiment or experiment_of()
+  console.begin(config, experiment, state, lambda: state.saved_step)
+  return console, state
 
 
 def test_a_line_has_the_progress_the_means_and_the_trend(capsys, monkeypatch):
-  console, _, place = begun()
+  console, state = begun()
   rate = {'steps_per_sec': 20.0, 'mfu': 0.345, 'tokens_per_step': 512}
   console.log_training(1000, {1000: {'loss': 5.0} | rate})
   capsys.readouterr()
-  place.saved_step = 1100
+  state.saved_step = 1100
   rate |= {'lr': 3e-5, 'tokens': 2048000}
   steps = {
     1198: {'loss': 2.0, 'bad': math.nan, 'all': math.nan},
@@ -167,7 +156,7 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(capsys):
     (None, 300, []),
     (-1, 300, []),
   ):
-    console, *_ = begun()
+    console, _ = begun()
     losses = (
       (step, {'loss': donated if step == 7 else jnp.float32(step)})
       for step in range(1, steps + 1)
@@ -178,7 +167,7 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(capsys):
 
 
 def test_the_rate_begins_after_the_first_step(capsys):
-  console, *_ = begun()
+  console, _ = begun()
   with console.training():
     steps = ((step, {}) for step in (60, 61, 64))
     run_hook(console, steps, log_tensors_interval=4)
@@ -199,18 +188,17 @@ def test_of_the_last_steps_no_large_array_is_kept():
     assert [ref() is None for ref in kept] == [True, False]
 
 
-@pytest.mark.parametrize('log_all_hosts', [False, True])
-def test_other_processes_print_nothing(log_all_hosts, monkeypatch, capsys):
+def test_other_processes_print_nothing(monkeypatch, capsys):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
-  config = make_config(log_all_hosts=log_all_hosts)
-  console = console_lib.Console.make(config)
-  with mock.patch.object(logging, 'info') as info, console:
-    console.begin(config, experiment_of())
-    console.log_evaluation(1, {'loss': 1.0})
-    writer = writers.MetricWriter()
-    console.show(writer, 'train')
-  assert bool(info.call_count) is log_all_hosts
-  assert capsys.readouterr().out == ''
+  for log_all_hosts in False, True:
+    config = make_config(log_all_hosts=log_all_hosts)
+    console = console_lib.Console.make(config)
+    with mock.patch.object(logging, 'info') as info, console:
+      console.begin(config, experiment_of())
+      console.log_evaluation(1, {'loss': 1.0})
+      console.show(writers.MetricWriter(), 'train')
+    assert bool(info.call_count) is log_all_hosts
+    assert capsys.readouterr().out == ''
 
 
 def test_the_mode(terminal, monkeypatch):
@@ -229,7 +217,7 @@ def test_the_mode(terminal, monkeypatch):
 
 
 def test_texts_are_printed_without_commands_to_the_terminal(tmp_path, capsys):
-  console, *_ = begun()
+  console, _ = begun()
   capsys.readouterr()
   with writers.MetricWriter(writers.JsonlWriter(tmp_path / 'x')) as writer:
     console.show(writer, 'eval')
@@ -260,15 +248,16 @@ def live(terminal, monkeypatch):
   """Starts a live line on a terminal, which sys.stdout and stderr go to."""
   made = []
 
-  def start(draw=lambda width: 'drawn', **streams):
+  def start():
     # Not before: pytest sets both at the beginning of a test.
     for name in ('stdout', 'stderr'):
-      monkeypatch.setattr(sys, name, streams.get(name, terminal))
-    made.append(live_lib.LiveLine(draw))
-    terminal.wait_for([draw(79)])
+      monkeypatch.setattr(sys, name, terminal)
+    made.append(live_lib.LiveLine(lambda width: 'drawn'))
+    terminal.wait_for(['drawn'])
     return made[0]
 
   monkeypatch.setenv('TERM', 'xterm')
+  monkeypatch.setattr(live_lib, '_REFRESH_SECS', DRAWN_SECS / 10)
   yield start
   made[0].stop()
 
@@ -288,7 +277,7 @@ def test_what_is_printed_stands_above_the_live_line(live, terminal):
     time.sleep(DRAWN_SECS)
     # A progress bar is left alone.
     assert screen(terminal.getvalue()) == [*shown, '20% of it']
-    sys.stderr.write('\r100% of it\n')
+    sys.stderr.write('\r100% of it\nnext\r')  # Drawn over.
     terminal.wait_for([*shown, '100% of it', 'drawn'])
     line.stop()
     print('after')
@@ -305,79 +294,72 @@ def test_a_line_is_hidden_from_a_debugger_and_in_the_background(
   live()
   group = [os.getpgrp() + (not has_debugger)]
   monkeypatch.setattr(os, 'tcgetpgrp', lambda fd: group[0])
-  names = {'__name__': 'pdb' if has_debugger else 'x', 'sleep': time.sleep}
-  exec(f"print('(Pdb)'); sleep({DRAWN_SECS})", names)
-  shown = screen(terminal.getvalue())
+  names = {'time': time, 'secs': DRAWN_SECS, 'terminal': terminal}
+  names['__name__'] = 'pdb' if has_debugger else 'x'
+  exec("print('(Pdb)'); time.sleep(secs); shown = terminal.getvalue()", names)
   group[0] = os.getpgrp()
   print('typed')
-  assert shown == ['(Pdb)', '']
+  assert names['shown'].partition('(Pdb)')[2] == '\n'
   terminal.wait_for(['(Pdb)', 'typed', 'drawn'])  # It is back.
 
 
 STOP = preemption.Preempted(75, '')
-FLAGS = 'python', 'x.py', '--exp=A'
-PARTS = {
-  'RUN': 'python x.py --jaxline_run=DIR',
-  'TRAIN': 'python x.py --jaxline_mode=train --jaxline_run=DIR',
-  'OWN': 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR',
-  'SAME': 'the same command with --config.checkpoint_dir=DIR',
-  'MORE': ' --config.training_steps=12 --config.on_config_change=continue',
-  'EVAL': ' --jaxline_mode=eval --config.one_off_evaluate',
-  'FIT': "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR',"
-  " 'training_steps': 12, 'on_config_change': 'continue'})",
-  'LOOK': "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)",
-}
+RUN = 'python x.py --jaxline_run=DIR'
+TRAIN = 'python x.py --jaxline_mode=train --jaxline_run=DIR'
+MORE = ' --config.training_steps=12 --config.on_config_change=continue'
+EVAL = ' --jaxline_mode=eval --config.one_off_evaluate'
+SAME = 'the same command with --config.checkpoint_dir=DIR'
+OWN = 'python x.py --exp=A --config.a=1 --config.checkpoint_dir=DIR'
+FIT = (
+  "jaxline.fit(..., overrides={'checkpoint_dir': 'DIR', 'training_steps': 12,"
+  " 'on_config_change': 'continue'})"
+)
+LOOK = "jaxline.evaluate('DIR', experiment_class=SimpleNamespace)"
+OVER = {'is_over': True}
 
 
-@pytest.mark.parametrize(
-  ('command', 'how', 'go_on', 'look'),
-  [
-    (COMMAND, {}, '{RUN}', '{RUN}{EVAL}'),
+def test_the_next_commands(tmp_path, monkeypatch, capsys):
+  for command, how, go_on, look in (
+    (COMMAND, {}, RUN, RUN + EVAL),
     (
       (*COMMAND, '--jaxline_mode=train', '-v', '1', '--config.a=b c'),
-      *({'is_over': True}, '{TRAIN}{MORE}', '{RUN}{EVAL}'),
+      *(OVER, TRAIN + MORE, RUN + EVAL),
     ),
     (
       ('python', 'x.py', '--jaxline_run', 'old', '--noconfig.a'),
-      *({'decode': print}, '{RUN}', '{RUN} --jaxline_mode=decode'),
+      *({'decode': print}, RUN, f'{RUN} --jaxline_mode=decode'),
     ),
     # The processes do not know the launcher's command.
-    (
-      *(COMMAND, {'processes': 2, 'is_over': True}),
-      *('{SAME}{MORE}', '{SAME}{EVAL}'),
-    ),
+    (COMMAND, {'processes': 2, **OVER}, SAME + MORE, SAME + EVAL),
     # Flags of the program make those of the config.
     (
-      (*FLAGS, '--config.training_steps', '6', '--config.a=1'),
-      *({'is_over': True}, '{OWN}{MORE}', '{OWN}{EVAL}'),
+      (*COMMAND[:2], '--exp=A', '--config.training_steps', '6', '--config.a=1'),
+      *(OVER, OWN + MORE, OWN + EVAL),
     ),
-    ((), {'is_over': True}, '{FIT}', '{LOOK}'),
+    ((), OVER, FIT, LOOK),
     # The experiment has decided that it is over.
-    ((), {'is_over': True, 'training_steps': None}, '', '{LOOK}'),
-    ((), {'is_over': True, 'stopped': 'enough'}, '', '{LOOK}'),
+    ((), {'training_steps': None, **OVER}, '', LOOK),
+    ((), {'stopped': 'enough', **OVER}, '', LOOK),
     # Without a checkpoint there is nothing to go on from.
     (COMMAND, {'saved': None}, '', ''),
-  ],
-)
-def test_the_next_commands(
-  command, how, go_on, look, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setattr(jax, 'process_count', lambda: how.get('processes', 1))
-  experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
-  steps = how.get('training_steps', 6)
-  overrides = {'training_steps': steps, 'checkpoint_dir': str(tmp_path)}
-  step, saved = (6 if how.get('is_over') else 4), how.get('saved', 4)
-  console, state, _ = begun('plain', 0, experiment, command, saved, **overrides)
-  state.global_step, console.stopped = step, how.get('stopped', '')
-  capsys.readouterr()
-  error = None if how.get('is_over') else STOP
-  console.__exit__(type(error), error, None)
-  out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
-  name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
-  texts = ('Continue: ', go_on), (f'{name} ', look)
-  shown = [name + text.format(**PARTS) for name, text in texts if text]
-  shown.append('Results:  python -m jaxline.runs compare DIR')
-  assert out[out.index('Run directory: DIR') + 1 :] == shown
+  ):
+    count = how.get('processes', 1)
+    monkeypatch.setattr(jax, 'process_count', lambda n=count: n)
+    experiment = experiment_of(**{k: how[k] for k in how if k == 'decode'})
+    steps, saved = how.get('training_steps', 6), how.get('saved', 4)
+    overrides = {'training_steps': steps, 'checkpoint_dir': str(tmp_path)}
+    console, state = begun(0, experiment, command, saved, **overrides)
+    state.global_step = 6 if 'is_over' in how else 4
+    console.stopped = how.get('stopped', '')
+    capsys.readouterr()
+    error = None if 'is_over' in how else STOP
+    console.__exit__(type(error), error, None)
+    out = capsys.readouterr().out.replace(str(tmp_path), 'DIR').splitlines()
+    name = 'Decode:  ' if 'decode' in how else 'Evaluate:'
+    texts = ('Continue: ', go_on), (f'{name} ', look)
+    shown = [head + text for head, text in texts if text]
+    shown.append('Results:  python -m jaxline.runs compare DIR')
+    assert out[out.index('Run directory: DIR') + 1 :] == shown
 
 
 def test_the_summary_says_what_the_run_came_to(capsys):
@@ -386,7 +368,7 @@ def test_the_summary_says_what_the_run_came_to(capsys):
     (ValueError(), 30, 'Failed at step 30 of 6000 (0%) in 0:00.'),
     (STOP, 30, 'Stopped at step 30 of 6000 (0%) in 0:00.'),
   ):
-    console, state, _ = begun(step=10)
+    console, state = begun(step=10)
     for loss in (1.0, 2.0):
       console.log_training(9, {9: {'loss': loss, 'steps_per_sec': 1.0}})
     console.log_best('bits', 3.0)
@@ -405,21 +387,18 @@ def test_the_summary_says_what_the_run_came_to(capsys):
 
 @pytest.mark.process
 def test_a_run_in_a_pipe(tmp_path):
-  where = f'--config={CONFIG}', f'--config.checkpoint_dir={tmp_path}'
   result = processes.run(
-    *(TOY, 'sharded', 'direct', *where, '--jaxline_mode=train_and_eval'),
-    '--config.training_steps=5',
-    '--config.log_tensors_interval=2',
+    *(TOY, 'sharded', 'direct', f'--config={CONFIG}'),
+    *(f'--config.checkpoint_dir={tmp_path}', '--jaxline_mode=train_and_eval'),
+    *('--config.training_steps=5', '--config.log_tensors_interval=2'),
     '--config.eval_interval=300',  # The file has 2.
   )
   assert result.returncode == 0, result.stderr
   (warning,) = result.stderr.splitlines()  # Of the toy's input.
   assert warning.startswith('W')
-  out = result.stdout.splitlines()
-  first = out.index('Compiling the train step...')
-  config = ' '.join(line.strip() for line in out[1:first])
-  assert 'training_steps=5' in config
-  assert f'Run directory: {tmp_path}' in config
+  block, _, rest = result.stdout.partition('Compiling the train step...\n')
+  for text in 'training_steps=5', f'Run directory: {tmp_path}':
+    assert text in ' '.join(block.split())
   # The numbers of these lines have tests of their own above.
   starts = [
     'Compiled in ', 'step 2 of 5 ', 'step 4 of 5 ',
@@ -427,9 +406,9 @@ def test_a_run_in_a_pipe(tmp_path):
     'eval step 5 | loss ', 'New best loss: ', 'Trained to step 5 of 5 ',
     'Best loss: ', 'Mean loss over the last ', 'Time: '
   ]  # fmt: skip
-  for start, line in zip(starts, out[first + 1 :], strict=False):
+  for start, line in zip(starts, rest.splitlines(), strict=False):
     assert line.startswith(start)
-  commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', result.stdout, re.M))
-  more, where = PARTS['MORE'].replace('12', '10'), f' --jaxline_run={tmp_path}'
-  assert commands['Evaluate'].endswith(where + PARTS['EVAL'])
-  assert commands['Continue'].endswith(where + more)
+  where = f' --jaxline_run={tmp_path}'
+  commands = dict(re.findall(r'^([A-Z][\w ]+): +(.*)$', rest, re.M))
+  assert commands['Evaluate'].endswith(where + EVAL)
+  assert commands['Continue'].endswith(where + MORE.replace('12', '10'))

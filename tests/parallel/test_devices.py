@@ -20,45 +20,35 @@ def _shards(x):
   return {s.device: np.asarray(s.data) for s in x.addressable_shards}
 
 
-@pytest.mark.parametrize('order', [1, -1])
-@pytest.mark.parametrize(
-  ('rows', 'spec'),
-  [(2, P('a')), (2, P()), (2, P(None, 'a')), (1, P(None, 'a'))],
-)
-def test_get_first_of_any_sharding(order, rows, spec):
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[::order]), ('a',))
-  x = np.array([[1.0, 2.0], [3.0, 4.0]])[:rows]
-  placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-  np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
+def test_get_first_of_any_sharding():
+  x = np.array([[1.0, 2.0], [3.0, 4.0]])
+  for rows, spec in (2, P('a')), (2, P()), (2, P(None, 'a')), (1, P(None, 'a')):
+    for order in 1, -1:
+      mesh = jax.sharding.Mesh(np.array(jax.devices()[::order]), ('a',))
+      placed = jax.device_put(x[:rows], jax.sharding.NamedSharding(mesh, spec))
+      np.testing.assert_array_equal(devices.get_first(placed), [1.0, 2.0])
 
 
-# A CPU device would take this memory as it is.
-ALIGNED = min(
-  [np.full(64, 2.5, np.float32) for _ in range(99)],
-  key=lambda x: x.ctypes.data % 64,
-)
-
-
-@pytest.mark.parametrize(
-  ('value', 'dtype'),
-  [
+def test_bcast_puts_a_copy_on_each_device():
+  # A CPU device would take this memory as it is.
+  aligned = min(
+    [np.full(64, 2.5, np.float32) for _ in range(99)],
+    key=lambda x: x.ctypes.data % 64,
+  )
+  for value, dtype in (
     (3, jnp.int32),
-    (ALIGNED, jnp.float32),
     (jnp.ones([2, 2], jnp.bfloat16), jnp.bfloat16),
-  ],
-)
-def test_bcast_puts_a_copy_on_each_device(value, dtype):
-  got = devices.bcast_local_devices(value)
-  assert (got.shape, got.dtype) == ((2, *np.shape(value)), dtype)
-  shards = _shards(got)
-  assert list(shards) == jax.local_devices()
-  for shard in shards.values():
-    np.testing.assert_array_equal(shard[0], np.asarray(value))
-  first = devices.get_first(got)
-  assert first.devices() == {jax.devices()[0]}
-  if value is ALIGNED:
-    value[:] = 7
-    assert float(got.max()) == 2.5
+    (aligned, jnp.float32),
+  ):
+    got = devices.bcast_local_devices(value)
+    assert (got.shape, got.dtype) == ((2, *np.shape(value)), dtype)
+    shards = _shards(got)
+    assert list(shards) == jax.local_devices()
+    for shard in shards.values():
+      np.testing.assert_array_equal(shard[0], np.asarray(value))
+    assert devices.get_first(got).devices() == {jax.devices()[0]}
+  aligned[:] = 7
+  assert float(got.max()) == 2.5
 
 
 def _batch(i):
@@ -94,20 +84,12 @@ def test_double_buffer_is_one_batch_ahead_and_keeps_no_other(count):
 
 
 def test_double_buffer_ended_early_ends_its_source():
-  ended = []
-
-  def read():
-    try:
-      yield from map(_batch, range(100))
-    finally:
-      ended.append(True)
-
-  source = read()
+  source = (_batch(i) for i in range(100))
   batches = devices.double_buffer(source)
   next(batches)
-  assert not ended
+  assert source.gi_frame
   del batches
-  assert ended  # Although the caller has it still.
+  assert not source.gi_frame  # Although the caller has it still.
 
 
 def test_rendezvous_counts_the_devices():

@@ -64,18 +64,18 @@ def connected(monkeypatch):
   return told
 
 
-@pytest.mark.parametrize(
-  ('value', 'word'),
-  [
+def test_invalid(env):
+  for value, word in (
     ('of', "'of'"),
     ({**HERE, 'num_process': 4}, "Did you mean 'num_processes'"),
     ({**HERE, 'num_processes': 4.0}, "'num_processes': 4.0"),
     ({**HERE, 'process_id': 4}, "'process_id': 4"),
-  ],
-)
-def test_invalid(value, word):
-  with pytest.raises(errors.UsageError, match=re.escape(word)):
-    distributed.initialize(value)
+  ):
+    with pytest.raises(errors.UsageError, match=re.escape(word)):
+      distributed.initialize(value)
+  env(JAX_COORDINATOR_ADDRESS='a', JAX_NUM_PROCESSES='4', JAX_PROCESS_ID='2')
+  with pytest.raises(errors.UsageError, match='JAX_PROCESS_ID'):
+    distributed.initialize('auto')
 
 
 def test_nothing_is_found_and_nobody_is_asked(monkeypatch, env, connected):
@@ -123,12 +123,6 @@ def test_what_the_environment_says(env, connected, variables, place, gpus):
   assert connected['local_device_ids'] == gpus
 
 
-def test_wrong_variables(env):
-  env(JAX_COORDINATOR_ADDRESS='a', JAX_NUM_PROCESSES='4', JAX_PROCESS_ID='2')
-  with pytest.raises(errors.UsageError, match='JAX_PROCESS_ID'):
-    distributed.initialize('auto')
-
-
 def test_an_indexed_job_needs_the_package(monkeypatch, env):
   monkeypatch.setitem(sys.modules, 'kubernetes', None)
   env(KUBERNETES_SERVICE_HOST='10.0.0.1', JOB_COMPLETION_INDEX='1')
@@ -138,15 +132,14 @@ def test_an_indexed_job_needs_the_package(monkeypatch, env):
 
 def test_a_signal_ends_the_wait_for_the_others(monkeypatch):
   """JAX's call hears no signal: it waits outside the main thread."""
-  ended = threading.Event()
+  ended, main = threading.Event(), threading.main_thread()
 
   def initialize(*args, **kwargs):
-    assert threading.current_thread() is not threading.main_thread()
+    assert threading.current_thread() is not main
+    signal.pthread_kill(main.ident, signal.SIGINT)
     ended.wait(60)
 
   monkeypatch.setattr(jax.distributed, 'initialize', initialize)
-  main = threading.get_ident()
-  threading.Timer(0.1, signal.pthread_kill, [main, signal.SIGINT]).start()
   with pytest.raises(KeyboardInterrupt):
     distributed.initialize(HERE)
   ended.set()

@@ -10,12 +10,9 @@ from jaxline import errors
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
 
-# Sizes within slices and across; the devices are only counted.
 
-
-@pytest.mark.parametrize(
-  ('sizes', 'count', 'num_slices', 'ici', 'dcn'),
-  [
+def test_mesh_shape():
+  for sizes, count, num_slices, ici, dcn in (
     (None, 8, 1, (1, 1, 8, 1, 1), (1, 1, 1, 1, 1)),
     # Slices are replicas where it is not said otherwise.
     (None, 8, 2, (1, 1, 4, 1, 1), (1, 2, 1, 1, 1)),
@@ -23,16 +20,13 @@ from jaxline.parallel import partitioning
     ({'dcn': {'data': -1}}, 12, 3, (1, 1, 4, 1, 1), (1, 1, 3, 1, 1)),
     ({'dcn': {'stage': 2, 'data': 2, 'replica': 1}}, 16, 4, (1, 1, 4, 1, 1),
      (2, 1, 2, 1, 1)),
-  ],
-)  # fmt: skip
-def test_mesh_shape(sizes, count, num_slices, ici, dcn):
-  devices = mesh_lib.abstract_devices(count, num_slices)
-  assert mesh_lib.mesh_shape(sizes, devices) == (ici, dcn)
+  ):  # fmt: skip
+    devices = mesh_lib.abstract_devices(count, num_slices)
+    assert mesh_lib.mesh_shape(sizes, devices) == (ici, dcn)
 
 
-@pytest.mark.parametrize(
-  ('sizes', 'count', 'num_slices', 'words'),
-  [
+def test_sizes_that_fit_no_mesh_are_refused():
+  for sizes, count, num_slices, words in (
     # The key, what it needs, and what there is.
     ({'ici': {'mdl': 3}}, 8, 1, ['mesh.ici', "'mdl': 3", '8']),
     ({'ici': {'mdl': 8}}, 8, 2, ['mesh.ici', 'in a slice', '4']),
@@ -42,14 +36,11 @@ def test_mesh_shape(sizes, count, num_slices, ici, dcn):
     ({'dcn': {'data': -1, 'mdl': -1}}, 8, 2, ['mesh.dcn', '-1']),
     *(({'data': x}, 2, 1, ['mesh.ici', repr(x)]) for x in (-2, True)),
     ({'dcn': {'data': 0}}, 8, 2, ['mesh.dcn.data', '0']),
-  ],
-)
-def test_sizes_that_fit_no_mesh_are_refused(sizes, count, num_slices, words):
-  devices = mesh_lib.abstract_devices(count, num_slices)
-  with pytest.raises(errors.UsageError) as error:
-    mesh_lib.mesh_shape(sizes, devices)
-  for word in words:
-    assert word in str(error.value)
+  ):
+    devices = mesh_lib.abstract_devices(count, num_slices)
+    with pytest.raises(errors.UsageError) as error:
+      mesh_lib.mesh_shape(sizes, devices)
+    assert [word for word in words if word not in str(error.value)] == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,27 +74,23 @@ def order(sizes, devices):
   return mesh.devices, mesh_lib.mesh_shape(sizes, devices), slices
 
 
-@pytest.mark.parametrize(
-  ('dcn', 'ici'),
-  [
+def test_each_slice_is_a_block_of_the_mesh():
+  for dcn, ici in (
     ({'replica': 4}, {}),
-    ({'mdl': 4}, {'mdl': -1}),
-    ({'stage': 2, 'data': 2}, {'mdl': 2}),
-  ],
-)
-def test_each_slice_is_a_block_of_the_mesh(dcn, ici):
-  dcn = {'replica': 1, **dcn}
-  devices, shape, slices = order({'ici': ici, 'dcn': dcn}, slices_of_tpus(4))
-  assert devices.shape == tuple(np.multiply(*shape))
-  assert [d.slice_index for d in devices.ravel()] == slices
-  # Within a slice its devices, across the slices in their order.
-  assert sorted(d.id for d in devices.ravel()) == sorted(
-    8 * i + j for i in range(4) for j in range(4)
-  )
-  stages = shape[1][0]
-  for stage, part in enumerate(np.split(devices, stages)):
-    expected = set(range(4 // stages * stage, 4 // stages * (stage + 1)))
-    assert {d.slice_index for d in part.ravel()} == expected
+    ({'replica': 1, 'mdl': 4}, {'mdl': -1}),
+    ({'replica': 1, 'stage': 2, 'data': 2}, {'mdl': 2}),
+  ):
+    devices, shape, slices = order({'ici': ici, 'dcn': dcn}, slices_of_tpus(4))
+    assert devices.shape == tuple(np.multiply(*shape))
+    assert [d.slice_index for d in devices.ravel()] == slices
+    # Within a slice its devices, across the slices in their order.
+    assert sorted(d.id for d in devices.ravel()) == sorted(
+      8 * i + j for i in range(4) for j in range(4)
+    )
+    stages = shape[1][0]
+    for stage, part in enumerate(np.split(devices, stages)):
+      expected = set(range(4 // stages * stage, 4 // stages * (stage + 1)))
+      assert {d.slice_index for d in part.ravel()} == expected
 
 
 @pytest.mark.parametrize('slice_index', [None, 0])
@@ -140,32 +127,24 @@ def test_cpu_devices_make_fake_slices_in_their_order():
     order({'dcn': {'replica': 3}}, devices)
 
 
-# Processes that share rows.
-
-
-@pytest.mark.parametrize(
-  ('sizes', 'processes', 'devices', 'expected'),
-  [
+def test_processes_that_share_rows_are_one_host(monkeypatch):
+  monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
+  for sizes, processes, devices, expected in (
     ({'mdl': 2}, 4, 2, [(0, 4), (1, 4), (2, 4), (3, 4)]),
     # Two processes hold the weights of a row's heads, and so its rows.
     ({'mdl': 4}, 4, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
     # Of a pipeline, other layers of the same rows.
     ({'stage': 2}, 4, 2, [(0, 2), (1, 2), (0, 2), (1, 2)]),
     ({'dcn': {'mdl': 2}}, 2, 4, [(0, 1), (0, 1)]),
-  ],
-)
-def test_processes_that_share_rows_are_one_host(
-  sizes, processes, devices, expected, monkeypatch
-):
-  machine = [
-    Device(i, process_index=i // devices, platform='cpu')
-    for i in range(processes * devices)
-  ]
-  monkeypatch.setattr(partitioning.Partitioner, 'is_here', True)
-  monkeypatch.setattr(jax, 'process_count', lambda: processes)
-  hosts = []
-  for process in range(processes):
-    monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
-    with mesh_lib.on_devices(machine):
-      hosts.append(partitioning.Partitioner.make(sizes, 'tp').host)
-  assert hosts == expected
+  ):
+    machine = [
+      Device(i, process_index=i // devices, platform='cpu')
+      for i in range(processes * devices)
+    ]
+    monkeypatch.setattr(jax, 'process_count', lambda n=processes: n)
+    hosts = []
+    for process in range(processes):
+      monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
+      with mesh_lib.on_devices(machine):
+        hosts.append(partitioning.Partitioner.make(sizes, 'tp').host)
+    assert hosts == expected

@@ -14,26 +14,17 @@ Logical = partitioning.Logical
 P = jax.sharding.PartitionSpec
 
 
-def partitioner(sharding='fsdp', mesh=None, rules=None):
-  made = partitioning.Partitioner.make(mesh, sharding)
-  return made if rules is None else dataclasses.replace(made, rules=rules)
+def partitioner(sharding='fsdp', mesh=None):
+  return partitioning.Partitioner.make(mesh, sharding)
 
-
-def counted(sizes, sharding='fsdp', count=8):
-  with mesh_lib.on_devices(mesh_lib.abstract_devices(count)):
-    return partitioning.Partitioner.make(sizes, sharding)
-
-
-# Which axis of an array is split over what.
 
 DATA = ('data', 'expert')
 BATCH = ('replica', *DATA)
 BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
 
 
-@pytest.mark.parametrize(
-  ('rules', 'axes', 'shape', 'expected'),
-  [
+def test_spec():
+  for rules, axes, shape, expected in (
     ('ddp', ('embed', 'mlp'), (4, 4), P(None, None)),
     ('fsdp', ('mlp', 'embed'), (4, 4), P(None, DATA)),
     # The first to come gets the mesh axis.
@@ -43,36 +34,25 @@ BOTH = partitioning.Rules(embed=('data',), mlp=('data',), vocab=('data',))
     # In an activation the batch does, so that `embed` is whole.
     ('fsdp', ('batch', 'embed'), (4, 4), P(BATCH, None)),
     # Mesh axes may be named whatever the rules, each for one dimension.
-    (
-      'ddp',
-      (('replica', 'data'), 'data'),
-      (4, 4),
-      P(('replica', 'data'), None),
-    ),
+    ('ddp', (BATCH[:2], 'data'), (4, 4), P(BATCH[:2], None)),
     ('ddp', ('data',), (3,), P(None)),
-  ],
-)
-def test_spec(rules, axes, shape, expected):
-  rules = partitioning.PRESETS.get(rules, rules)
-  assert partitioner(rules=rules).spec(axes, shape) == expected
+  ):
+    rules = partitioning.PRESETS.get(rules, rules)
+    made = dataclasses.replace(partitioner(), rules=rules)
+    assert made.spec(axes, shape) == expected
 
 
-@pytest.mark.parametrize(
-  ('axes', 'word'),
-  [
+def test_axes_that_do_not_fit_name_their_weight():
+  for axes, word in (
     (('emebd', None), "'embed'"),
     ((('replica', 'dta'), None), "'data'"),
     (('embed',), 'shorter|longer'),
-  ],
-)
-def test_axes_that_do_not_fit_name_their_weight(axes, word):
-  weights = {'layer': {'w': Logical(jnp.ones([2, 2]), axes)}}
-  with pytest.raises(ValueError, match=word) as error:
-    partitioner().specs(weights)
-  assert 'layer/w' in error.value.__notes__[0]
+  ):
+    weights = {'layer': {'w': Logical(jnp.ones([2, 2]), axes)}}
+    with pytest.raises(ValueError, match=word) as error:
+      partitioner().specs(weights)
+    assert 'layer/w' in error.value.__notes__[0]
 
-
-# What stays whole, and the optimizer's state.
 
 WEIGHTS = {
   'layer': {
@@ -84,9 +64,8 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize(
-  ('sharding', 'shape', 'expected'),
-  [
+def test_a_weight_without_names():
+  for sharding, shape, expected in (
     ('fsdp', [128, 512], P(None, DATA)),
     ('fsdp', [511, 130], P(None, DATA)),  # The largest that divides.
     ('fsdp', [127, 512], P()),  # Fewer than 2**16 elements.
@@ -94,15 +73,12 @@ WEIGHTS = {
     ('fsdp', [256, 4097], P()),  # Biases of as many layers, perhaps.
     ('fsdp', [258, 4097], P(DATA, None)),  # No model has as many layers.
     ('ddp', [128, 512], P()),
-  ],
-)
-def test_a_weight_without_names(sharding, shape, expected):
-  tree = {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}
-  made = partitioner(sharding)
-  spec = made.specs(tree)['w']
-  assert spec == expected
-  is_whole = sharding == 'fsdp' and expected == P()
-  assert bool(made.undersharded_weights(tree)) == is_whole
+  ):
+    tree = {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}
+    made = partitioner(sharding)
+    assert made.specs(tree)['w'] == expected
+    is_whole = sharding == 'fsdp' and expected == P()
+    assert bool(made.undersharded_weights(tree)) == is_whole
 
 
 def test_weights_left_whole_are_listed():
@@ -111,7 +87,9 @@ def test_weights_left_whole_are_listed():
   assert lines[1].endswith('embed is 3, no multiple of 2')
   # Also one that another axis splits.
   tree = {'a': Logical(jnp.ones([4, 3]), ('embed', 'mlp'))}
-  (line,) = counted({'data': 4, 'mdl': 2}, 'fsdp_tp').undersharded_weights(tree)
+  with mesh_lib.on_devices(mesh_lib.abstract_devices(8)):
+    made = partitioner('fsdp_tp', {'data': 4, 'mdl': 2})
+  (line,) = made.undersharded_weights(tree)
   assert line.endswith('; mlp is 3, no multiple of 2')
   # Only misfits if just the experts are split.
   tree = {'a': Logical(jnp.ones([3]), ('experts',)), 'b': jnp.ones([3])}

@@ -15,6 +15,7 @@ from jaxline.parallel import placement
 ROWS = 12
 WIDTH = 4
 AXES = (('batch', None), ('batch',))
+SIZES = ('num_stages', 'num_microbatches', 'num_repeats')
 
 
 def _layer(weight, inputs):
@@ -57,7 +58,7 @@ def _weights_and_rows(num_layers):
 
 
 @pytest.mark.parametrize(
-  ('stages', 'microbatches', 'repeats', 'unroll'),
+  'sizes',
   [
     (4, 1, 1, True),  # Fewer microbatches than stages.
     (4, 6, 1, False),
@@ -65,16 +66,9 @@ def _weights_and_rows(num_layers):
     (2, 3, 4, False),
   ],
 )
-def test_a_pipeline_computes_what_its_layers_do(
-  stages, microbatches, repeats, unroll
-):
+def test_a_pipeline_computes_what_its_layers_do(sizes):
   args = _weights_and_rows(8)
-  options = {
-    'num_stages': stages,
-    'num_microbatches': microbatches,
-    'num_repeats': repeats,
-    'unroll': unroll,
-  }
+  options = dict(zip((*SIZES, 'unroll'), sizes, strict=True))
   actual = _step(lambda *args: _pipelined(*args, **options))(*args)
   expected = _step(_one_after_the_other)(*args)
   for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
@@ -96,19 +90,16 @@ def test_a_stage_without_work_leaves_no_trace():
     assert np.abs(array).max() > 0
 
 
-@pytest.mark.parametrize(
-  ('counts', 'words'),
-  [
+def test_errors_offer_what_would_fit():
+  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
+  for counts, words in (
     ((8, 8, 2), '8 layers do not divide over 8 stages x 2 repe.* of 16 layers'),
     ((4, 3, 2), '3 microbatches for 4 stages .* at least 4 microbatches'),
     ((1, 2, 1), '1 stages do not divide over the 2'),
-  ],
-)
-def test_errors_offer_what_would_fit(counts, words):
-  names = 'num_stages', 'num_microbatches', 'num_repeats'
-  partitioner = partitioning.Partitioner.make({'stage': 2}, 'pipeline')
-  with partitioner.activate(), pytest.raises(ValueError, match=words):
-    _pipelined(*_weights_and_rows(8), **dict(zip(names, counts, strict=True)))
+  ):
+    sizes = dict(zip(SIZES, counts, strict=True))
+    with partitioner.activate(), pytest.raises(ValueError, match=words):
+      _pipelined(*_weights_and_rows(8), **sizes)
 
 
 def test_rows_go_to_the_next_stage_and_nothing_else():

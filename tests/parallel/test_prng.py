@@ -36,22 +36,16 @@ def _expected_bits(key, mode, host=0):
   return np.stack([_bits(key) for key in keys])
 
 
-def _expected_steps(key, mode, steps, host=0):
-  """Yields (step, step keys, next state keys) by the definition."""
-  for step in steps:
-    step_key, key = jax.random.split(key)
-    yield step, _expected_bits(step_key, mode, host), np.stack([_bits(key)] * 2)
-
-
-def _assert_steps(step_keys, state_key, expected):
-  """Checks what step_keys returns; returns the last state key."""
-  for step, step_bits, state_bits in expected:
-    got_step, got_keys, state_key = step_keys(step, state_key)
-    assert got_step.dtype == jnp.int32
-    np.testing.assert_array_equal(got_step, [step, step])
-    np.testing.assert_array_equal(_bits(got_keys), step_bits)
-    np.testing.assert_array_equal(_bits(state_key), state_bits)
-  return state_key
+def _check_step(step_keys, step, key, state_key, mode, host=0):
+  """Checks a step by the definition; returns the next key and state key."""
+  step_key, key = jax.random.split(key)
+  got_step, got_keys, state_key = step_keys(step, state_key)
+  assert got_step.dtype == jnp.int32
+  np.testing.assert_array_equal(got_step, [step, step])
+  expected = _expected_bits(step_key, mode, host)
+  np.testing.assert_array_equal(_bits(got_keys), expected)
+  np.testing.assert_array_equal(_bits(state_key), np.stack([_bits(key)] * 2))
+  return key, state_key
 
 
 @pytest.mark.parametrize(('make_key', 'mode'), KEYS_AND_MODES)
@@ -69,8 +63,8 @@ def test_keys_are_those_of_the_definition(make_key, mode):
   np.testing.assert_array_equal(_bits(got), _expected_bits(key, mode, host))
   num_unique = len(np.unique(_bits(got), axis=0))
   assert num_unique == (2 if mode.endswith('unique_device') else 1)
-  expected = _expected_steps(key, mode, range(8), host)
-  _assert_steps(step_keys, state_key, expected)
+  for step in range(8):
+    key, state_key = _check_step(step_keys, step, key, state_key, mode, host)
 
 
 @pytest.mark.parametrize('block', [1, 4])
@@ -91,9 +85,8 @@ def test_step_keys_follow_their_caller(block):
     elif change == 'host':
       on_host = np.asarray(jax.random.key_data(state_key))
       state_key = jax.random.wrap_key_data(on_host)
-    (expected,) = _expected_steps(key, MODES[0], [step])
-    state_key = _assert_steps(step_keys, state_key, [expected])
-    step, key = step + 1, jax.random.split(key)[1]
+    key, state_key = _check_step(step_keys, step, key, state_key, MODES[0])
+    step += 1
 
 
 def test_streams_are_neither_a_run_s_keys_nor_what_split_returns():

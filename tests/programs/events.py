@@ -63,18 +63,9 @@ def read(path: pathlib.Path, phase: str, **about: Any) -> list[dict[str, Any]]:
 def wait(
   happened: Callable[[], bool], is_over: Callable[[], bool], secs: float
 ) -> bool:
-  """Waits until something has happened.
+  """Waits until something has happened; returns False if it no longer can.
 
-  Args:
-    happened: whether it has.
-    is_over: whether it cannot happen any more; `happened` is asked once more.
-    secs: how long to wait at most.
-
-  Returns:
-    Whether it has happened.
-
-  Raises:
-    TimeoutError: for too long neither was so.
+  Raises TimeoutError if neither is so within `secs`.
   """
   deadline = time.monotonic() + secs
   while not happened():

@@ -39,10 +39,7 @@ class Experiment(experiment.Experiment):
   """Tells its gradients."""
 
   def step_scalars(self, state, grads, updates):
-    return {
-      **super().step_scalars(state, grads, updates),
-      'grads': grads,
-    }
+    return super().step_scalars(state, grads, updates) | {'grads': grads}
 
 
 class Wide:

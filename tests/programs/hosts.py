@@ -7,18 +7,16 @@ as JSON what this process sees.
 """
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 import sys
 
 import jax
-import numpy as np
 
 from jaxline import base_config
+from jaxline import inputs
 from jaxline import platform
-from jaxline.inputs import base as inputs
-from jaxline.inputs import indexed
+from jaxline.inputs import base
 from jaxline.parallel import devices
 from jaxline.parallel import distributed
 from jaxline.parallel import prng
@@ -29,28 +27,18 @@ GLOBAL_BATCH = 12
 EVAL_RECORDS = 41  # The last batch has five, for more hosts than that fills.
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Examples(indexed.IndexedInput):
-  """The regression's examples, by number."""
-
-  def num_records(self):
-    return 100 if self.is_training else EVAL_RECORDS
-
-  def read(self, records, epochs):
-    rows = [regression.examples(0, 1, int(i)) for i in records]
-    return {k: np.concatenate([row[k] for row in rows]) for k in ('x', 'y')}
-
-
 class Regression(regression.Regression):
   """The regression on an input that every host has its rows of."""
 
   def train_input(self, shard):
-    rows = inputs.per_host(GLOBAL_BATCH, shard)
-    return Examples(batch_size=rows, shard=shard, is_training=True)
+    rows = base.per_host(GLOBAL_BATCH, shard)
+    values = regression.examples(0, 100)
+    return inputs.arrays(values, batch_size=rows, shard=shard, is_training=True)
 
   def eval_input(self, shard):
-    rows = inputs.per_host(GLOBAL_BATCH, shard)
-    return Examples(batch_size=rows, shard=shard, reset_for_eval=True)
+    rows = base.per_host(GLOBAL_BATCH, shard)
+    values = regression.examples(0, EVAL_RECORDS)
+    return inputs.arrays(values, batch_size=rows, shard=shard)
 
 
 def make(folder, sharding, mesh):
@@ -92,8 +80,7 @@ def restore(config, live):
 
 def train(live):
   """Returns the losses of the next steps."""
-  rows = regression.train_steps(live, STEPS)
-  return [float(row['loss']) for row in rows]
+  return [float(row['loss']) for row in regression.train_steps(live, STEPS)]
 
 
 def step_keys():

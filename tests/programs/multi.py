@@ -33,13 +33,6 @@ from jaxline.supervision import preemption
 from tests.experiments import regression
 from tests.programs import events
 
-SIGNALS = {
-  'term': signal.SIGTERM,
-  'int': signal.SIGINT,
-  'kill': signal.SIGKILL,
-  'stop': signal.SIGSTOP,
-}
-
 
 class Failure(Exception):
   """What an injected fault raises."""
@@ -50,15 +43,10 @@ def say(what, **about):
 
 
 def fault(place, step):
-  """Does to this process what MULTI_FAULT says.
+  """Does to this process what MULTI_FAULT says; returns whether a batch is NaN.
 
-  Args:
-    place: 'start' (of the constructor), 'step', 'save' (all is written, and
-      not yet visible), 'evaluate'.
-    step: which one.
-
-  Returns:
-    Whether this batch is to be NaN.
+  The place is 'start' (of the constructor), 'step', 'input', 'evaluate' or
+  'save' (all is written, and not yet visible).
   """
   if place == 'step':
     events.write('step', step=step)  # So many have been taken.
@@ -74,7 +62,7 @@ def fault(place, step):
       raise experiment.StopTraining('enough')
     if what == 'raise':
       raise Failure(f'{place} {step}')
-    os.kill(os.getpid(), SIGNALS[what])
+    os.kill(os.getpid(), signal.Signals[f'SIG{what.upper()}'])
   return False
 
 
@@ -245,8 +233,6 @@ def say_of(what, w, opt_state, own):
   say(what, digest=digest, position=own)
 
 
-CLASSES = {'sharded': Sharded, 'per_device': PerDevice}
-
 if __name__ == '__main__':
   address, num_processes, process, style, *argv = sys.argv[1:]
   if int(num_processes) > 1:
@@ -264,7 +250,8 @@ if __name__ == '__main__':
   if seed:
     put_snapshot(int(seed))
   try:  # It ends by SystemExit.
-    platform.main(CLASSES[style], argv)
+    classes = {'sharded': Sharded, 'per_device': PerDevice}
+    platform.main(classes[style], argv)
   finally:
     if seed:
       say_saved()

@@ -11,7 +11,6 @@ the environment's SURVIVOR says it, as JSON:
     hang_at: the step that never ends.
 """
 
-import dataclasses
 import json
 import os
 import sys
@@ -23,7 +22,6 @@ import numpy as np
 
 from jaxline import experiment
 from jaxline import platform
-from jaxline.inputs import base
 from jaxline.inputs import indexed
 from jaxline.metrics import console
 from tests.experiments import regression
@@ -42,17 +40,8 @@ def get_config() -> config_dict.ConfigDict:
   return config
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Input(indexed.IndexedInput):
+class Input(indexed.ArrayInput):
   """Rows of examples, shuffled anew in each epoch of training."""
-
-  data: dict[str, np.ndarray]
-
-  def num_records(self):
-    return len(self.data['x'])
-
-  def read(self, records, epochs):
-    return base.Batch({name: x[records] for name, x in self.data.items()})
 
   def get_next(self):
     number = self.position() // self.batch_size
@@ -69,14 +58,14 @@ class Survivor(regression.Regression):
 
   def train_input(self):
     return Input(
-      data=regression.examples(0, ROWS * BATCHES),
+      values=regression.examples(0, ROWS * BATCHES),
       batch_size=ROWS,
       is_training=True,
     )
 
   def eval_input(self):
-    data = regression.examples(1, ROWS + ROWS // 2)
-    return Input(data=data, batch_size=ROWS, reset_for_eval=True)
+    values = regression.examples(1, ROWS + ROWS // 2)
+    return Input(values=values, batch_size=ROWS, reset_for_eval=True)
 
   def step(self, *, global_step, rng, writer):
     time.sleep(FAULTS.get('step_secs', 0))

@@ -47,13 +47,11 @@ class Sharded(regression.Regression):
     return super().evaluate(global_step=global_step, rng=rng, writer=writer)
 
 
-CLASSES = {'sharded': Sharded}
-
 if __name__ == '__main__':
-  style, form, *argv = sys.argv[1:]
+  _, form, *argv = sys.argv[1:]
   sys.argv[1:] = argv
   if form == 'app_run':
     flags.mark_flag_as_required('config')
-    app.run(functools.partial(platform.main, CLASSES[style]))
+    app.run(functools.partial(platform.main, Sharded))
   else:
-    platform.main(CLASSES[style], argv)
+    platform.main(Sharded, argv)

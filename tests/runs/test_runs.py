@@ -1,5 +1,6 @@
 """Tests of `python -m jaxline.runs`."""
 
+import itertools
 import json
 import math
 import sys
@@ -68,7 +69,7 @@ def table(capsys, *argv):
   return {first: rest for first, *rest in rows}
 
 
-def test_ls_has_a_line_for_each_run(sweep, capsys):
+def test_ls_has_a_line_and_compare_a_column_for_each_run(sweep, capsys):
   # 10 steps at 2 a second, 10 at 0.1 and 10 at 1: 115 seconds.
   best, last = ('eval/loss 1.25', 'eval/loss 2.5'), 'train/steps_per_sec'
   assert table(capsys, 'ls', str(sweep)) == {
@@ -82,9 +83,6 @@ def test_ls_has_a_line_for_each_run(sweep, capsys):
       f'eval/loss 2.5, train/loss 2, {last} 0.1',
     ],
   }
-
-
-def test_compare_has_a_column_for_each_run(sweep, capsys):
   rows = {
     'a': ['b'],
     'random_seed': ['1', '2'],
@@ -98,9 +96,8 @@ def test_compare_has_a_column_for_each_run(sweep, capsys):
     'last eval/loss': ['1.75', '2.5'],
     'last train/loss': ['1', '2'],
   }
-  argv = 'compare', str(sweep), '--metrics=train/steps_per_sec'
-  rows |= {'last train/steps_per_sec': ['1', '0.1']}
-  assert table(capsys, *argv) == rows
+  rows[f'last {last}'] = ['1', '0.1']
+  assert table(capsys, 'compare', str(sweep), f'--metrics={last}') == rows
 
 
 @pytest.fixture
@@ -278,48 +275,41 @@ def test_errors_are_one_line(sweep, capsys, monkeypatch):
   assert '2 of 20 steps are logged' in out  # By `explain`, to judge it.
 
 
-@pytest.fixture
-def make_side(make_run, tmp_path):
-  """Returns what writes the runs of a side, one for each value; its name."""
+def test_a_verdict_needs_seeds_that_have_ended(make_run, tmp_path, capsys):
+  names = map(str, itertools.count())
 
-  def make(name, values, **config):
+  def side(values, **config):
+    """Writes a run for each value; returns their directory."""
+    name = next(names)
     for seed, value in enumerate(values):
       own = {'ended': 9, 'random_seed': seed, 'best_model_eval_metric': 'x'}
       evals = [(3, {'x': 0.0, 'loss': value}), (9, {'x': value})]
       make_run(f'{name}/{seed}', evals=evals, **own | config)
     return str(tmp_path / name)
 
-  return make
-
-
-def test_a_verdict_over_seeds(make_side, capsys):
-  for i, (base, values, metric, word, numbers, code) in enumerate((
+  for base, values, metric, word, numbers, code in (
     # By the table of t: 2.776 for 4 degrees of freedom, 4.303 for 2.
     ([1, 2, 3], [4, 5, 6], 'x', 'better', '+3 ± 2.3, confidence 97.9%', 0),
     ([1, 2, 3], [-5, -6, -7], 'x', 'worse', '-8 ± 2.3, confidence 99.9%', 1),
     ([1, 2], [3, 2], 'x', 'not dist', '+1 ± 3, confidence 70.7%', 1),
     ([1, 1], [1, 1], 'x', 'not dist', '+0 ± 0, confidence 0.0%', 1),
     ([2, 2], [1, 1], 'loss', 'better', '-1 ± 0, confidence 100.0%', 0)
-  )):  # fmt: skip
-    sides = make_side(f'a{i}', base), make_side(f'b{i}', values)
-    argv = ['--metrics=eval/loss'] if metric == 'loss' else []
-    assert cli.main(['compare', '--seeds', *sides, *argv]) == code
+  ):  # fmt: skip
+    argv = ['compare', '--seeds', side(base), side(values)]
+    argv += ['--metrics=eval/loss'] if metric == 'loss' else []
+    assert cli.main(argv) == code
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.startswith(word)
     assert said.endswith(f' by {numbers}')
-
-
-def test_no_verdict_without_seeds_that_have_ended(make_side, capsys):
-  base = make_side('a', [1, 2])
-  assert cli.main(['compare', '--seeds', base]) == 2
-  for i, (values, config) in enumerate((
-    ([1], {}),
-    ([1, 'NaN'], {}),
-    ([1, 2], {'ended': None}),
-    ([1, 2], {'random_seed': 1})
-  )):  # fmt: skip
-    side = make_side(f'b{i}', values, **config)
-    assert cli.main(['compare', '--seeds', base, side]) == 2
+  both = side([1, 2])
+  for others in (
+    [],
+    [side([1])],
+    [side([1, 'NaN'])],
+    [side([1, 2], ended=None)],
+    [side([1, 2], random_seed=1)],
+  ):
+    assert cli.main(['compare', '--seeds', both, *others]) == 2
     assert 'config.random_seed' in capsys.readouterr().err
 
 

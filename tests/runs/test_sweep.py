@@ -8,9 +8,12 @@ import pytest
 
 import jaxline
 from jaxline import errors
+from jaxline.runs import __main__ as cli
 from jaxline.runs import sweep
 from tests import processes
+from tests import toys
 from tests.experiments import regression
+from tests.programs import toy
 
 
 def test_points_of_a_grid_and_draws():
@@ -95,39 +98,31 @@ def test_a_point_that_fails_ends_no_sweep(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.process
-def test_a_sweep_that_is_killed_goes_on(tmp_path):
-  for name in 'abcd':
-    (tmp_path / f'{name}.txt').write_text('for item in items:\n' * 200)
-  own = 'experiment_kwargs.config'
+@pytest.mark.filterwarnings('ignore:the load_module')
+def test_a_sweep_that_is_killed_goes_on(tmp_path, monkeypatch, capsys):
   argv = [
-    *('-m', 'jaxline.runs', 'sweep', '--config=examples/minimal.py'),
-    f'--config.checkpoint_dir={tmp_path}/runs',
-    f'--config.{own}.files={tmp_path}/*.txt',
-    f'--config.{own}.hidden=8',
-    '--config.training_steps=200',
-    '--config.eval_interval=100',
-    '--config.save_checkpoint_interval=20',
-    f'--sweep.{own}.learning_rate=0.001,0.01,0.003',
+    *('sweep', f'--config={processes.ROOT}/tests/programs/toy_config.py'),
+    '--config.experiment_class=tests.programs.toy:Sharded',
+    f'--config.checkpoint_dir={tmp_path}',
+    '--sweep.training_steps=2,6,4',
   ]
-  rates = 0.001, 0.01, 0.003
-  folders = [tmp_path / f'runs/learning_rate={rate}' for rate in rates]
-  with processes.started(*argv):
-    saved = lambda: [*folders[1].glob('checkpoints/latest/*.json')]
-    processes.wait_until(saved)
-  ended = [(x / 'checkpoints/ended.json').exists() for x in folders]
-  assert ended == [True, False, False]
-  log = folders[0] / 'train/metrics.jsonl'
-  before = log.stat().st_mtime_ns
+  taken, step = [], toy.Sharded.step
 
-  done = processes.run(*argv)
-  assert done.returncode == 0, done.stderr
-  numbers = re.findall(r'^Point (\d) of 3', done.stdout, re.M)
-  assert numbers == ['1', '2']
-  assert re.search(r'^Start: .* resumed$', done.stdout, re.M)
-  assert log.stat().st_mtime_ns == before
-  for folder in folders:
-    steps = jaxline.history(folder)['train/loss'][:, 0]
-    assert steps.tolist() == [*range(10, 201, 10)]
-  *_, best = done.stdout.splitlines()
-  assert best.startswith('Best eval/bits_per_byte: ')
-  assert best.endswith(f'{folders[1]}')
+  def step_or_die(self, *, global_step, **kwargs):
+    taken.append(global_step)
+    if taken == [0, 1, 0, 1, 2, 3]:
+      raise toys.Killed
+    return step(self, global_step=global_step, **kwargs)
+
+  monkeypatch.setattr(toy.Sharded, 'step', step_or_die)
+  with pytest.raises(toys.Killed):
+    cli.main(argv)
+  taken.clear()
+  capsys.readouterr()
+  assert cli.main(argv) == 0
+  assert taken == [2, 3, 4, 5, 0, 1, 2, 3]
+  out = capsys.readouterr().out
+  assert re.findall(r'^Point (\d) of 3', out, re.M) == ['1', '2']
+  *_, best = out.splitlines()
+  assert best.startswith('Best eval/loss: ')
+  assert best.endswith(f'{tmp_path}/training_steps=6')
