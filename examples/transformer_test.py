@@ -48,18 +48,17 @@ def _numpy_attention(q, k, v, sees, cap=0.0, scale=None):
 
 _OFFSETS = np.array([0, 5, 2])
 _QUERY_IDS = np.array([[1, 1, 2, 3], [1, 2, 2, 2], [7, 7, 7, 8]])
+_OWN_IDS = np.pad(_QUERY_IDS, ((0, 0), (0, 5)))
 _KEY_IDS = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0]] * 3)  # Of 7 and 8 none.
 _SEEN = np.arange(9) < np.array([9, 4, 0])[:, None]  # The last row sees none.
 
 
 # Arguments, which key a query sees, and heads of keys and values.
 _ATTENTION = {
-  'grouped': ({'cap': 0.7}, lambda b, i, m: m <= i, 2),
-  'one_group': ({'scale': 1.0}, lambda b, i, m: m <= i, 1),
-  'offset': ({'offset': 3}, lambda b, i, m: m <= i + 3, 4),
+  'window': ({'offset': 3, 'window': 2}, lambda b, i, m: 0 <= i + 3 - m < 2, 4),
   'segments': (
-    {'segments': (jnp.asarray(_QUERY_IDS[:2]), jnp.asarray(_QUERY_IDS[:2]))},
-    lambda b, i, m: m <= i and _QUERY_IDS[b, i] == _QUERY_IDS[b, m],
+    {'segments': (jnp.asarray(_QUERY_IDS), jnp.asarray(_OWN_IDS))},
+    lambda b, i, m: m <= i and _QUERY_IDS[b, i] == _OWN_IDS[b, m],
     2,
   ),
   'padding': (
@@ -88,35 +87,12 @@ _ATTENTION = {
 @pytest.mark.parametrize('name', _ATTENTION)
 def test_attention(name):
   arguments, sees, groups = _ATTENTION[name]
-  batch, keys = (2, 4) if name == 'segments' else (3, 9)
-  q = _normal(batch, 4, 4, 6)
-  k, v = _normal(2, batch, keys, groups, 6, seed=1)
+  q, (k, v) = _normal(3, 4, 4, 6), _normal(2, 3, 9, groups, 6, seed=1)
   limits = {key: arguments[key] for key in ('cap', 'scale') if key in arguments}
   attend = jax.jit(functools.partial(transformer.attend, **arguments))
   actual = attend(*_float32(q, k, v))
   expected = _numpy_attention(q, k, v, sees, **limits)
   np.testing.assert_allclose(actual, expected, atol=1e-6)
-
-
-def test_gradients_of_attention_are_those_of_jax():
-  q, k, v, weights = _float32(
-    _normal(3, 4, 4, 6), *_normal(2, 3, 9, 2, 6), _normal(3, 4, 4, 6, seed=5)
-  )
-  sees = np.arange(9) <= np.arange(4)[:, None] + _OFFSETS[:, None, None]
-
-  def ours(q, k, v):
-    out = transformer.attend(q, k, v, jnp.asarray(_OFFSETS))
-    return jnp.sum(out * weights)
-
-  def jaxs(q, k, v):
-    mask = jnp.asarray(sees)[:, None]
-    return jnp.sum(jax.nn.dot_product_attention(q, k, v, mask=mask) * weights)
-
-  actual, expected = (
-    jax.jit(jax.grad(f, (0, 1, 2)))(q, k, v) for f in (ours, jaxs)
-  )
-  for a, b in zip(actual, expected, strict=True):
-    np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 # 160 is attended in two halves.
@@ -140,70 +116,18 @@ def test_causal_attention(length, documents, groups):
 
 
 def test_dropout_of_attention_is_of_the_weights_of_keys():
-  length, keep = 128, 0.75  # Of so many, halves are computed one by one.
-  q, k = _float32(*_normal(2, 2, length, 2, length))
-  # A value for each key shows what weight it has.
-  v = jnp.broadcast_to(jnp.eye(length)[None, :, None], q.shape)
+  # A value for each key shows its weight. 128 are attended in two halves.
+  q, k = _float32(*_normal(2, 2, 128, 2, 128))
+  v = jnp.broadcast_to(jnp.eye(128)[None, :, None], q.shape)
   keys = iter([jax.random.key(0), jax.random.key(1)])
-
-  def drop(weights):
-    return transformer.drop(weights, next(keys), 1 - keep, jnp.arange(2), 0)
-
-  whole, dropped = jax.jit(
-    lambda: (
-      transformer.attend(q, k, v),
-      transformer.causal_attention(q, k, v, 'einsum', dropout=drop)[0],
-    )
-  )()
+  drop = lambda x: transformer.drop(x, next(keys), 0.25, jnp.arange(2), 0)
+  dropped, _ = transformer.causal_attention(q, k, v, 'einsum', dropout=drop)
   kept = np.asarray(dropped) != 0
-  np.testing.assert_allclose(
-    dropped, np.where(kept, whole / keep, 0), rtol=1e-4
-  )
+  expected = np.where(kept, transformer.attend(q, k, v) / 0.75, 0)
+  np.testing.assert_allclose(dropped, expected, rtol=1e-4)
   # Of each row and head 8,256 weights: the deviation is 0.5%.
-  seen = np.tri(length, dtype=bool)
-  share = [kept[b, :, h][seen].mean() for b, h in np.ndindex(2, 2)]
-  np.testing.assert_allclose(share, keep, atol=0.02)
-
-
-# The kernel for TPUs, on CPU.
-_splash = functools.partial(transformer.splash_attention, interpret=True)
-
-
-def _einsum(*args):
-  return transformer.causal_attention(*args[:3], 'einsum', *args[3:])[0]
-
-
-def _attention_inputs(length, groups, documents):
-  """Returns q, k, v and segments of two rows; one of them is one document."""
-  q = _normal(2, length, 4, 8)
-  k, v = _normal(2, 2, length, groups, 8, seed=1)
-  ids = np.arange(length) * np.array([[documents], [1]]) // length
-  return *_float32(q, k, v), jnp.asarray(ids) if documents > 1 else None
-
-
-def _loss_and_grads(attention, q, k, v, ids, cap=0.0, **options):
-  # The gradient of each entry of the result is another one.
-  weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
-
-  def total(q, k, v, ids):
-    return jnp.sum(attention(q, k, v, ids, cap) * weights)
-
-  return jax.jit(jax.value_and_grad(total, (0, 1, 2)), **options)(q, k, v, ids)
-
-
-def _assert_all_close(actual, expected):
-  for a, b in zip(
-    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_splash_attention_is_einsum():  # In three blocks, the last one padded.
-  inputs = _attention_inputs(300, 2, 3)
-  _assert_all_close(
-    _loss_and_grads(_splash, *inputs, 2.0),
-    _loss_and_grads(_einsum, *inputs, 2.0),
-  )
+  share = kept.sum((1, 3)) / 8256
+  np.testing.assert_allclose(share, 0.75, atol=0.02)
 
 
 # One splits the rows. The other splits the heads, of which there is one for the
@@ -218,19 +142,39 @@ def test_splash_attention_is_einsum():  # In three blocks, the last one padded.
 def test_each_device_calls_splash_attention_on_its_part(
   preset, axis, groups, axes
 ):
-  *arrays, ids = _attention_inputs(128, groups, 2)
+  # In three blocks, the last one padded. One of the rows is one document.
+  q = _normal(2, 300, 4, 8)
+  k, v = _normal(2, 2, 300, groups, 8, seed=1)
+  ids = jnp.asarray(np.arange(300) * np.array([[3], [1]]) // 300)
+  arrays = _float32(q, k, v)
+  # The gradient of each entry of the result is another one.
+  weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+  def loss_and_grads(attention, **options):
+    total = lambda *args: jnp.sum(attention(*args, 2.0) * weights)
+    grad = jax.value_and_grad(total, (0, 1, 2))
+    return jax.jit(grad, **options)(*arrays, ids)
+
+  def einsum(q, k, v, *args):
+    return transformer.causal_attention(q, k, v, 'einsum', *args)[0]
+
+  # The kernel for TPUs, on CPU.
+  kernel = functools.partial(transformer.splash_attention, interpret=True)
   partitioner = partitioning.Partitioner.make({'data': 1, axis: 2}, preset)
   places = [partitioner.spec(axes, x.shape) for x in arrays]
   places = [*partitioner.shardings(places), partitioner.batch_sharding]
   with partitioner.activate():
-    split = _loss_and_grads(_splash, *arrays, ids, in_shardings=places)
+    split = loss_and_grads(kernel, in_shardings=places)
   grad_q = split[1][0]
   assert grad_q.sharding.shard_shape(grad_q.shape) != grad_q.shape
-  _assert_all_close(split, _loss_and_grads(_einsum, *arrays, ids))
+  expected = loss_and_grads(einsum)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  jax.tree.map(close, split, expected)
 
 
 def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
-  q, k, v, ids = _attention_inputs(128, 2, 3)
+  q, k, v = _float32(*_normal(3, 2, 128, 4, 8))
+  ids = jnp.zeros([2, 128], jnp.int32)
 
   def program(implementation, *args):
     run = lambda *args: transformer.causal_attention(
@@ -256,41 +200,20 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
     transformer.causal_attention(*half, 'flash', None, 5.0)
 
 
-def test_a_cache_takes_what_is_new_where_it_belongs():
-  cache, new = _float32(_normal(3, 5, 2, 2), _normal(3, 2, 2, 2, seed=1))
-  together = np.array(cache)
-  together[:, 1:3] = new
-
-  def updated(start):  # Positions lie before heads here, behind them there.
-    swapped = transformer.update_cache(cache.swapaxes(1, 2), new, start)
-    return swapped.swapaxes(1, 2)
-
-  np.testing.assert_array_equal(updated(1), together)
-  by_row = np.array(cache)
-  by_row[0, 0:2], by_row[1, 3:5], by_row[2, 4:5] = new[0], new[1], new[2, :1]
-  np.testing.assert_array_equal(updated(jnp.array([0, 3, 4])), by_row)
+# ---- Pairs of tokens.
 
 
-# ---- Positions.
+def test_pairs_keep_the_row_of_the_table_that_they_were_trained_with():
+  before, tokens = np.random.default_rng(0).integers(0, 2**17, [2, 50])
 
+  def row(before, token):  # Of integers without a limit.
+    mixed = token * 2654435761 % 2**32 ^ before * 2246822519 % 2**32
+    mixed = (mixed ^ mixed >> 15) * 2246822519 % 2**32
+    return (mixed ^ mixed >> 13) % 700
 
-@pytest.mark.parametrize('base', [1e4, 1e2])
-def test_rotary_positions_turn_pairs_as_complex_numbers(base):
-  x = _normal(3, 4, 2, 6)
-  positions = np.array([[0, 1, 2, 3], [7, 8, 9, 10], [2, 0, 5, 1]])
-  pairs = x[..., :3] + 1j * x[..., 3:]
-  angles = positions[..., None] * base ** -(np.arange(3) / 3)
-  pairs = pairs * np.exp(1j * angles)[:, :, None]
-  expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
-
-  @jax.jit
-  def turned(x, positions):
-    return transformer.rotate(x, transformer.rotary_angles(positions, 6, base))
-
-  (x32,) = _float32(x)
-  np.testing.assert_allclose(turned(x32, positions), expected, atol=1e-5)
-  for_all = turned(x32, positions[0])
-  np.testing.assert_allclose(for_all[0], expected[0], atol=1e-5)
+  expected = [*map(row, before.tolist(), tokens.tolist())]
+  found = transformer.hash_pairs(jnp.array(before), jnp.array(tokens), 700)
+  assert found.tolist() == expected
 
 
 # ---- Element by element.

@@ -35,6 +35,8 @@ def test_it_learns_draws_and_resumes_exactly(tmp_path):
   state = straight.experiment.state
   jax.tree.map(np.testing.assert_array_equal, resumed, state)
 
+  inputs = straight.experiment.train_input(), straight.experiment.eval_input()
+  assert [x.num_records() for x in inputs] == [1797 - 256, 256]
   steps, losses = straight.history['eval/loss'].T
   assert steps.tolist() == [20, 40]
   assert losses[1] < losses[0] < straight.history['train/loss'][0, 1]

@@ -5,9 +5,8 @@ The whole run, about half a minute on two free cores, is marked slow:
     pytest -m slow examples/image
 """
 
-import functools
 import itertools
-from typing import Any, NamedTuple
+import types
 from unittest import mock
 
 import jax
@@ -27,7 +26,7 @@ from . import model
 _ONE_HOST = image_input.Hosts(devices=2, index=0, count=1)
 
 
-def _small_config(**overrides):
+def _small_config():
   """The run's config with a network that compiles quickly."""
   config = image_config.get_config()
   config.training_steps = 100
@@ -36,49 +35,35 @@ def _small_config(**overrides):
   settings.model.blocks_per_group = (1,)
   settings.model.channels_per_group = (32,)
   settings.model.strides = (1,)
-  settings.update(overrides)
   return config.copy_and_resolve_references().experiment_kwargs.config
 
 
-def _create_experiment(init_seed=0, **overrides):
+def _create_experiment(init_seed=0):
   return image_experiment.Experiment(
-    'train',
-    init_rng=jax.random.PRNGKey(init_seed),
-    config=_small_config(**overrides),
+    'train', jax.random.PRNGKey(init_seed), _small_config()
   )
-
-
-def _devices_step(step):
-  return utils.bcast_local_devices(np.int32(step))
 
 
 def _train(experiment, start, stop):
   """Runs some steps, each blocked; returns their losses."""
   losses = []
   for step in range(start, stop):
-    scalars = experiment.step(
-      global_step=_devices_step(step), rng=None, writer=None
-    )
+    global_step = utils.bcast_local_devices(np.int32(step))
+    scalars = experiment.step(global_step=global_step, rng=None, writer=None)
     losses.append(float(scalars['loss']))
   return losses
 
 
 def _evaluate(experiment, writer=None):
-  return experiment.evaluate(
-    global_step=_devices_step(7), rng=None, writer=writer
-  )
-
-
-# The model.
+  global_step = utils.bcast_local_devices(np.int32(7))
+  return experiment.evaluate(global_step=global_step, rng=None, writer=writer)
 
 
 def test_resnet_50_has_its_published_size():
   # 53120 = a mean and a variance for each of the 26560 channels that have a
   # BatchNorm.
-  assert model.count_parameters(model.RESNET_50, (224, 224, 3)) == (
-    25_557_032,
-    53_120,
-  )
+  size = model.count_parameters(model.RESNET_50, (224, 224, 3))
+  assert size == (25_557_032, 53_120)
 
 
 # The input.
@@ -149,21 +134,16 @@ def test_values_that_no_run_can_mean_are_refused_by_name(key, value):
     image_experiment.Experiment('train', jax.random.PRNGKey(0), config)
 
 
-class _Run(NamedTuple):
-  """An experiment after its first 60 steps, and how it went."""
-
-  experiment: image_experiment.Experiment
-  settings: image_experiment.Config
-  untrained: Any
-  losses: list[float]
-
-
 @pytest.fixture(scope='module')
 def run():
+  """An experiment after its first 60 steps, and how it went."""
   experiment = _create_experiment()
-  untrained = _evaluate(experiment)
-  settings = base_config.read(image_experiment.Config, _small_config())
-  return _Run(experiment, settings, untrained, _train(experiment, 0, 60))
+  return types.SimpleNamespace(
+    experiment=experiment,
+    settings=base_config.read(image_experiment.Config, _small_config()),
+    untrained=_evaluate(experiment),
+    losses=_train(experiment, 0, 60),
+  )
 
 
 def test_it_learns_and_devices_stay_equal(run):
@@ -229,38 +209,6 @@ def test_restored_run_goes_on_as_if_nothing_had_happened(run):
     assert _train(resumed, 60, 63) == losses
     found = jax.device_get(resumed.snapshot_state())
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_two_devices_step_as_one(run):
-  optimizer, schedule = image_experiment.create_optimizer(run.settings)
-  one_device_step = jax.pmap(
-    functools.partial(
-      image_experiment.update,
-      net=model.create(run.settings.model, cross_replica_axis='i'),
-      optimizer=optimizer,
-      schedule=schedule,
-    ),
-    axis_name='i',
-    devices=jax.devices()[:1],
-  )
-  batches = image_input.train_batches(
-    image_input.load()[0],
-    seed=run.settings.seed,
-    start_step=60,
-    batch_size=run.settings.train_batch_size,
-    hosts=image_input.Hosts(devices=1, index=0, count=1),
-  )
-  snapshot = jax.device_get(run.experiment.snapshot_state())
-  run.experiment.restore_from_snapshot(snapshot)
-  names = 'params', 'state', 'opt_state'
-  carry = jax.tree.map(lambda x: x[None], tuple(snapshot[x] for x in names))
-  for step, loss in enumerate(_train(run.experiment, 60, 63), start=60):
-    *carry, metrics = one_device_step(*carry, next(batches), np.int32([step]))
-    np.testing.assert_allclose(metrics['loss'][0], loss, rtol=1e-4)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
-  found = run.experiment.snapshot_state()
-  for name, value in zip(names, carry, strict=True):
-    jax.tree.map(lambda x, y: close(x[0], y), value, found[name])
 
 
 @pytest.mark.slow

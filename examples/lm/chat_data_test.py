@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,73 +16,20 @@ from jaxline.inputs import __main__ as commands
 from . import chat_data
 from . import chat_training
 from . import experiment
+from . import families_test
 from . import folder
+from . import hf_test
 from . import model
 
 TINY = pathlib.Path(__file__).parent / 'tiny_chat'
 SYSTEM, ASK = ({'role': x, 'content': x[0]} for x in ('system', 'user'))
 ONE, TWO = ({'role': 'assistant', 'content': f' é{x}'} for x in '12')
-TALK = [SYSTEM, ASK, ONE, ASK, TWO]
+TALK = [ASK, ONE, ASK, TWO]
 
 
-# What is before each message, its text, its stop, what is behind it, and what
-# trains of an answer: as published, of Gemma with a block without the stop.
-KINDS = {
-  'chatml': (
-    '<|im_start|>{{ m.role }}\n', '{{ m.content }}', '<|im_end|>', '\n',
-    [' é1<|im_end|>', ' é2<|im_end|>'],
-  ),
-  'gemma': (
-    '<start_of_turn>{{ "model" if m.role == "assistant" else m.role }}\n',
-    '{{ m.content | trim }}', '<end_of_turn>', '\n',
-    ['é1<end_of_turn>', 'é2<end_of_turn>'],
-  ),
-  'mistral': (
-    '{{ "[INST] " if m.role != "assistant" else "" }}', '{{ m.content }}',
-    '</s>', '', [' é1</s>', ' é2</s>'],
-  ),
-  # As Qwen 3: another text is before the last answer.
-  'thinks': (
-    '<|im_start|>{{ m.role }}\n',
-    '{{ "<think>\n\n</think>\n\n" if loop.last else "" }}{{ m.content }}',
-    '<|im_end|>', '\n',
-    [' é1<|im_end|>', '<think>\n\n</think>\n\n é2<|im_end|>'],
-  ),
-}  # fmt: skip
-
-
-def template_of(kind, marked=False):
-  before, content, stop, behind, _ = KINDS[kind]
-  begin, end = '{% generation %}', '{% endgeneration %}'
-  answer = f'{content}{stop}'
-  if marked:
-    answer = f'{begin}{answer}{end}'
-    answer = f'{begin}{content}{end}{stop}' if kind == 'gemma' else answer
-  # Jinja2 drops a new line behind a tag.
-  ask = 'assistant' if kind != 'gemma' else 'model'
-  prompt = before.split('{{')[0] + f'{ask}{before.rpartition("}}")[2]}'
-  end = ' [/INST]' if kind == 'mistral' else stop
-  add = f'{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}'
-  return (
-    f'{{{{ bos_token }}}}{{% for m in messages %}}{before}'
-    f'{{% if m.role == "assistant" %}}{answer}{{% else %}}'
-    f'{{{{ m.content }}}}{end}{{% endif %}}'
-    f'{{{{ {behind!r} }}}}{{% endfor %}}' + add * (kind != 'mistral')
-  )
-
-
-def make(path, template, stop='<|im_end|>'):
-  """Makes a folder with the tokenizer that is bundled and a template."""
-  path.mkdir()
-  shutil.copy(TINY / 'tokenizer.json', path)
-  config = {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'bos_token': '<s>',
-    'eos_token': stop,
-    'extra_special_tokens': ['<|eot_id|>', '<end_of_turn>', '[INST]'],
-    'chat_template': template,
-  }
-  (path / 'tokenizer_config.json').write_text(json.dumps(config))
+def make(path, template):
+  """Makes a folder with a template, whose stop is <|im_end|>."""
+  hf_test.make(path, jinja=template, eos_token='<|im_end|>')
   return path / 'tokenizer.json'
 
 
@@ -94,34 +40,45 @@ def encoded(codes, row):
   return found >> 1, [codes.prompts.decode(x >> 1) for x in runs if x[0] & 1]
 
 
-@pytest.mark.parametrize('marked', [False, True])
-@pytest.mark.parametrize('kind', KINDS)
-def test_what_the_assistant_says_trains(kind, marked, tmp_path):
-  template, (*_, stop, _, want) = template_of(kind, marked), KINDS[kind]
-  path = make(tmp_path / 'hf', template, stop)
+# What trains of each answer. Qwen 3 writes another text before the last one.
+ANSWERS = {
+  'qwen2': [' é1<|im_end|>', ' é2<|im_end|>'],
+  'qwen3': [' é1<|im_end|>', '<think>\n\n</think>\n\n é2<|im_end|>'],
+  'llama3': ['é1<|eot_id|>', 'é2<|eot_id|>'],
+  'gemma2': ['é1<end_of_turn>', 'é2<end_of_turn>'],
+  'mistral': [' é1</s>', ' é2</s>'],
+}
+
+
+@pytest.mark.parametrize('family', ANSWERS)
+def test_what_the_assistant_says_trains(family, tmp_path):
+  path = families_test.make(family, tmp_path / 'hf') / 'tokenizer.json'
   codes = chat_data.Codes(path, chat_data.Options())
   ids, texts = encoded(codes, {'messages': TALK})
-  assert texts == want
-  whole = codes.prompts.render(TALK, add_generation_prompt=False)
-  assert codes.prompts.decode(ids) == whole
-  assert encoded(codes, {'messages': TALK[:2]})[1] == []
-  assert encoded(codes, {'messages': TALK[2:]})[1] == want[1 - marked :]
+  assert texts == ANSWERS[family]
+  assert encoded(codes, {'messages': TALK[:1]})[1] == []
   # Decoding begins an answer behind the same tokens.
-  before = codes.prompts.encode(TALK[:4])
+  before = codes.prompts.encode(TALK[:3])
   np.testing.assert_array_equal(ids[: len(before)], before)
   every = chat_data.Codes(path, chat_data.Options(train_on='all'))
-  assert encoded(every, {'messages': TALK})[1] == [whole]
-  if not marked:
-    return
-  transformers = pytest.importorskip('transformers', minversion='5')
-  theirs = transformers.AutoTokenizer.from_pretrained(path.parent)
-  expected = theirs.apply_chat_template(
-    TALK, return_assistant_tokens_mask=True, return_dict=True
+  assert encoded(every, {'messages': TALK})[1] == [codes.prompts.decode(ids)]
+  if family == 'qwen2':  # A greeting does not train.
+    assert encoded(codes, {'messages': TALK[1:]})[1] == texts[1:]
+
+
+@pytest.mark.parametrize('behind', ['', '<|im_end|>'])
+def test_what_a_template_marks_trains_and_the_stop_behind_it(behind, tmp_path):
+  inside = '' if behind else '<|im_end|>'
+  answer = f'{{{{ m.content }}}}{inside}{{% endgeneration %}}{behind}'
+  path = make(
+    tmp_path / 'hf',
+    '{% for m in messages %}{{ m.role }} {% if m.role == "assistant" %}'
+    f'{{% generation %}}{answer}{{% else %}}{{{{ m.content }}}}{{% endif %}}'
+    '<|im_start|>{% endfor %}',
   )
-  assert ids.tolist() == expected['input_ids']
-  found = codes.encode_line(json.dumps({'messages': TALK}).encode()) & 1
-  stops = found & np.isin(ids, codes.prompts.stop_ids)
-  np.testing.assert_array_equal(expected['assistant_masks'] | stops, found)
+  codes = chat_data.Codes(path, chat_data.Options())
+  for messages in (TALK, TALK[1:]):  # A greeting trains, too.
+    assert encoded(codes, {'messages': messages})[1] == ANSWERS['qwen2']
 
 
 ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
@@ -130,14 +87,13 @@ ALPACA = {'user': 'instruction,input', 'assistant': 'output'}
 @pytest.mark.parametrize(
   ('row', 'options', 'want'),
   [
-    ({'prompt': 'a', 'completion': 'b'}, {}, 'ua ab '),
     ({'prompt': [SYSTEM, ASK], 'completion': [ONE]}, {}, 'ss uu a é1 '),
     ({'system': 's', 'prompt': 'a', 'completion': ''}, {}, 'ss ua a '),
     ({'instruction': 'a', 'input': '', 'output': 'b'}, ALPACA, 'ua ab '),
     ({'instruction': 'a', 'input': 'c', 'output': 'b'}, ALPACA, 'ua\n\nc ab '),
     # The answer is a whole conversation.
     ({'prompt': 'a', 'completion': [ASK, ONE]}, {}, 'uu a é1 '),
-    ({'talk': TALK[:3]}, {'messages': 'talk'}, 'ss uu a é1 '),
+    ({'talk': [SYSTEM, ASK, ONE]}, {'messages': 'talk'}, 'ss uu a é1 '),
     ({'messages': [{**ASK, 'content': '\ud800'}]}, {}, 'u\ufffd '),
     ([], {}, 'list'),
     ({'text': 'a'}, {}, 'messages'),
@@ -188,11 +144,10 @@ def of_sizes(sizes):
 
 def test_lines_that_cannot_be_read_are_named_and_counted(tmp_path):
   # Alone, the beginning of this conversation is written in another way.
-  template = (
-    template_of('chatml') + '{% if messages | length < 3 %}!{% endif %}'
-  )
+  template = '{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}'
+  template += '{% if messages | length < 3 %}!{% endif %}'
   path = make(tmp_path / 'hf', template)
-  good, bad = {'messages': [ASK]}, {'messages': TALK[1:4]}
+  good, bad = {'messages': [ASK]}, {'messages': TALK[:3]}
   file = write(tmp_path / 'a.jsonl', [*[good] * 200, bad])
   assert 'a.jsonl:201' in load(file, path).notes['a.jsonl']
   write(file, [good, bad, bad])
@@ -312,6 +267,11 @@ def test_training_lowers_the_loss_also_of_adapters(tmp_path):
       np.testing.assert_array_equal(tuned[module][name], value)
 
 
+PAIRS = [
+  {'prompt': f'{i}?', 'chosen': 'yes', 'rejected': 'no.'} for i in range(10, 30)
+]
+
+
 def make_experiment(tmp_path, **values):
   config = chat.get_config()
   config.update_from_flattened_dict(overrides(tmp_path, **values))
@@ -351,20 +311,20 @@ def test_a_tuned_model_begins_with_the_biases_of_its_routers(tmp_path):
     z_loss = {'model.num_experts': 4, 'model.router_z_loss': 1.0}
     make_experiment(tmp_path, loss='dpo', **z_loss)
   # DPO does not move them.
-  said = {'chosen': 'yes', 'rejected': 'no.'}
-  rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]
-  files = str(write(tmp_path / 'pairs.jsonl', rows))
+  files = str(write(tmp_path / 'pairs.jsonl', PAIRS))
   found = train(tuned, 'b', loss='dpo', files=files)
   np.testing.assert_array_equal(found, biases)
 
 
 @pytest.mark.parametrize('rank', [0, 2])
 def test_dpo_is_the_published_formula(rank, tmp_path):
-  said = {'chosen': 'yes', 'rejected': 'no.'}
-  rows = [{**said, 'prompt': f'{i}?'} for i in range(10, 30)]
-  values = {'files': str(write(tmp_path / 'a.jsonl', rows)), 'lora.rank': rank}
+  values = {'files': str(write(tmp_path / 'a.jsonl', PAIRS)), 'lora.rank': rank}
   values |= {'loss': 'dpo', 'dpo_beta': 0.3, 'learning_rate': 0.01}
   subject = make_experiment(tmp_path, **values)
+  # Adapters alone do not move the weights that are the reference.
+  assert ('reference' in subject.state.model_state) == (rank == 0)
+  also = make_experiment(tmp_path, **values, trainable='.*norm.*')
+  assert 'reference' in also.abstract_state().model_state
   documents = subject.corpus.train
   batch = next(chat_input(documents, 20, length=128))
   loss_fn = jax.jit(subject.loss_fn, static_argnums=4)
@@ -379,7 +339,7 @@ def test_dpo_is_the_published_formula(rank, tmp_path):
     """Returns those of both answers to each question alone, [2, D]."""
     weights = experiment.merged(subject.state.params, {}, subject.config)
     sums = []
-    for answer in said.values():
+    for answer in ('yes', 'no.'):
       answer = subject.prompts.encode_rendered([f'{answer}<|im_end|>'])[0].ids
       ids = jnp.array([[*ask, *answer] for ask in questions])
       found = apply(weights, ids, subject.config.model)
@@ -388,7 +348,7 @@ def test_dpo_is_the_published_formula(rank, tmp_path):
     return jnp.stack(sums)
 
   lines = [int(name.split(':')[1]) - 1 for name in documents.names]
-  asked = [[{'role': 'user', 'content': rows[i]['prompt']}] for i in lines]
+  asked = [[{'role': 'user', 'content': PAIRS[i]['prompt']}] for i in lines]
   questions = [subject.prompts.encode(x).tolist() for x in asked]
   assert means()['loss'] == pytest.approx(np.log(2))
   start = log_probs()

@@ -1,6 +1,7 @@
 """Tests of the chat in the terminal."""
 
 import dataclasses
+import functools
 import json
 import os
 import pty
@@ -25,8 +26,8 @@ from tests import processes
 from . import chat
 from . import families_test
 from . import folder
-from . import folder_test
 from . import hf
+from . import hf_test
 
 
 @pytest.fixture(scope='module')
@@ -77,6 +78,11 @@ def test_answers_are_those_of_decoding(experiment):
   options = dataclasses.replace(options, stop_ids=(new[11],))
   found = np.concatenate([*experiment.stream(ids, key, options)]).tolist()
   assert found == new[: new.index(new[11])]
+  # Each piece has draws of its own.
+  draws = {'method': 'sample', 'temperature': 1e6, 'top_k': 0, 'stop_ids': ()}
+  options = dataclasses.replace(options, **draws)
+  first, second, *_ = experiment.stream(ids, key, options)
+  assert first != second
 
 
 def test_the_oldest_turns_are_dropped(experiment, capsys):
@@ -104,9 +110,7 @@ def test_a_run_without_a_template(tmp_path, capsys):
     encode_prompt=tokenization.BYTES.encode,
     # Characters are shown when they are whole.
     stream=lambda *_: iter([[0x61, 0xC3], [0xA9, 0xE4], [0xB8]]),
-    prompts=folder.Prompts(
-      folder_test.make(tmp_path / 'hf') / 'tokenizer.json'
-    ),
+    prompts=folder.Prompts(hf_test.make(tmp_path / 'hf') / 'tokenizer.json'),
   )
   talk = chat.Chat(experiment, system=None, seed=0)
   assert 'has no template' in talk.why_plain
@@ -121,10 +125,20 @@ def test_a_run_without_a_template(tmp_path, capsys):
     chat.Chat(experiment, system=None, seed=0)
 
 
+def test_prompts_that_cannot_be_continued_are_refused(experiment):
+  for prompt, what in (
+    ('z' * 5000, 'tokens; expected 1 to 4075'),
+    ('', 'has 0 tokens'),
+    ([], 'conversation'),
+    (['Hi'], 'conversation'),
+    ({'messages': [message('user', 'Hi')], 'tools': 'add'}, 'tools is'),
+  ):
+    with pytest.raises(errors.UsageError, match=what):
+      experiment.check_prompt(prompt)
+
+
 @pytest.mark.process
-def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
-  run, tmp_path
-):
+def test_prompts_are_checked_before_the_weights_are_read(run, tmp_path):
   good = [{'prompt': 'naïve'}, {'messages': [message('user', 'Hi')], 'id': 7}]
   # The template writes no tools, and the answer is the same.
   good.append(good[1] | {'tools': [{'name': 'add'}]})
@@ -137,7 +151,7 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
       f'--config.decode.prompts={file}',
       f'--config.decode.output={output}',
       '--config.experiment_kwargs.config.decode.max_decode_steps=21',
-      timeout=100,
+      JAX_DISABLE_MOST_OPTIMIZATIONS='1',
     )
 
   done = decode(run, *good)
@@ -152,49 +166,9 @@ def test_prompts_of_a_file_are_checked_before_the_weights_are_read(
   for path in broken.glob('checkpoints/**/*'):
     if path.is_file() and path.stat().st_size > 20_000:
       path.write_bytes(b'')
-  for bad, what in (
-    ({'prompt': 'z' * 5000}, 'tokens; expected 1 to 4075'),
-    ({'prompt': ''}, 'has 0 tokens'),
-    ({'messages': []}, 'conversation'),
-    ({'messages': ['Hi']}, 'conversation'),
-    ({**good[1], 'tools': 'add'}, 'tools is'),
-  ):
-    done = decode(broken, *good, bad)
-    assert (done.returncode, done.stdout.count('===')) == (2, 0)
-    assert f'{file}:4: ' in done.stderr
-    assert what in done.stderr
-
-
-class Terminal:
-  """A chat in a terminal."""
-
-  def __init__(self, *arguments, **env):
-    self._file, theirs = pty.openpty()
-    self.process = subprocess.Popen(
-      [
-        'setsid',
-        '--ctty',
-        sys.executable,
-        '-m',
-        'examples.lm.chat',
-        *arguments,
-      ],
-      **dict.fromkeys(['stdin', 'stdout', 'stderr'], theirs),
-      env=os.environ | env,
-    )
-    os.close(theirs)
-
-  def type(self, text):
-    os.write(self._file, text)
-
-  def read(self, pattern, seconds=60):
-    """Returns what is shown up to a pattern, and in how many pieces."""
-    shown, pieces, end = b'', 0, time.monotonic() + seconds
-    while not re.search(pattern, shown, re.DOTALL):
-      assert select.select([self._file], [], [], 1 + end - time.monotonic())[0]
-      shown += os.read(self._file, 4096)
-      pieces += 1
-    return shown, pieces
+  done = decode(broken, *good, {'messages': []})
+  assert (done.returncode, done.stdout.count('===')) == (2, 0)
+  assert f'{file}:4: A conversation is []' in done.stderr
 
 
 @pytest.mark.process
@@ -202,26 +176,43 @@ class Terminal:
 def test_a_terminal(run, is_ascii, request):
   names = {'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0', 'LC_ALL': 'C'}
   env = names if is_ascii else {'LC_ALL': 'C.UTF-8'}
-  flags = '--max_decode_steps=2000', '--method=greedy'
-  terminal = Terminal(str(run), *flags, **env)
-  request.addfinalizer(terminal.process.kill)
-  terminal.read(b'> $')
-  terminal.type('naïve\n'.encode())
-  shown, pieces = terminal.read(rb'Cut at.*> $')
+  command = 'setsid', '--ctty', sys.executable, '-m', 'examples.lm.chat'
+  ours, theirs = pty.openpty()
+  process = subprocess.Popen(
+    [*command, str(run), '--max_decode_steps=2000', '--method=greedy'],
+    **dict.fromkeys(['stdin', 'stdout', 'stderr'], theirs),
+    env=os.environ | env,
+  )
+  request.addfinalizer(process.kill)
+  os.close(theirs)
+  typed = functools.partial(os.write, ours)
+
+  def read(pattern):
+    """Returns what is shown up to a pattern, and in how many pieces."""
+    shown, pieces, end = b'', 0, time.monotonic() + 60
+    while not re.search(pattern, shown, re.DOTALL):
+      assert select.select([ours], [], [], 1 + end - time.monotonic())[0]
+      shown += os.read(ours, 4096)
+      pieces += 1
+    return shown, pieces
+
+  read(b'> $')
+  typed('naïve\n'.encode())
+  shown, pieces = read(rb'Cut at.*> $')
   assert pieces > 9
   assert b'\x17' not in shown
   assert ('\ufffd'.encode() in shown) != is_ascii
   # Latin-1 is read too. Ctrl-C ends the answer, and not the program, which
   # waits: the terminal has no room for so long an answer.
-  terminal.type(b'\xff\n')
-  terminal.read(rb'\n\S{4}')
-  terminal.type(b'\x03')
-  shown, _ = terminal.read(rb'> $')
+  typed(b'\xff\n')
+  read(rb'\n\S{4}')
+  typed(b'\x03')
+  shown, _ = read(rb'> $')
   assert b'Cut at' not in shown
-  terminal.type(b'/reset\n')
-  terminal.read(b'> $')
+  typed(b'/reset\n')
+  read(b'> $')
   time.sleep(0.5)
-  terminal.type(b'\x03')
-  terminal.read(b'\n> $')
-  terminal.type(b'\x04')
-  assert terminal.process.wait(60) == 0
+  typed(b'\x03')
+  read(b'\n> $')
+  typed(b'\x04')
+  assert process.wait(60) == 0

@@ -1,6 +1,5 @@
 """Compares chats with transformers, in folders as seven families have them.
 
-  python -m examples.lm.families_test  # Prints the table of docs/chat.md.
   python -m examples.lm.families_test qwen2 DIR  # Makes such a folder.
   python -m examples.lm.families_test record  # Asks transformers again.
 
@@ -82,7 +81,7 @@ CONVERSATIONS = [
 
 
 @functools.cache
-def _tokenizer(family):
+def tokenizer_of(family):
   """Returns the tokenizer.json of a family, trained on some text."""
   is_bytes = family in ('llama3', 'qwen2', 'qwen3')
   is_gemma = family.startswith('gemma')
@@ -144,7 +143,7 @@ def make(family, path, length=512):
   """Makes a folder of a family, with a model of random weights."""
   ignore = shutil.ignore_patterns('*.npz')
   shutil.copytree(hf_test.REFERENCE / family, path, ignore=ignore)
-  library, (name, begin, end, *_) = _tokenizer(family), FAMILIES[family]
+  library, (name, begin, end, *_) = tokenizer_of(family), FAMILIES[family]
   library.save(str(path / 'tokenizer.json'))
   rows = library.get_vocab_size()
   options = 'content', 'lstrip', 'rstrip', 'normalized', 'special'
@@ -223,11 +222,8 @@ def test_a_family_has_the_recorded_ids(family, ids, tmp_path):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_a_family_generates_what_transformers_generates(family, tmp_path):
   pytest.importorskip('torch')
-  path, run, out = (
-    make(family, tmp_path / 'hf'),
-    tmp_path / 'run',
-    tmp_path / 'o',
-  )
+  path, run, out = (tmp_path / x for x in ('hf', 'run', 'out'))
+  make(family, path)
   # Many stops, so that some end a text.
   stops = {'eos_token_id': [*range(0, 900, 2)], 'repetition_penalty': 9.0}
   (path / folder.GENERATION).write_text(json.dumps(stops))
@@ -246,39 +242,16 @@ def test_parity_says_what_is_missing(monkeypatch, capsys):
   assert "pip install -e '.[parity]'" in capsys.readouterr().err
 
 
-def _of_each(ids):
-  """Returns the tokens of each family."""
-  with tempfile.TemporaryDirectory() as scratch:
-    base = pathlib.Path(scratch)
-    return {family: ids(make(family, base / family)) for family in FAMILIES}
-
-
 def record():
   """Writes what transformers makes, a line for each family."""
-  rows = (f'"{k}": {json.dumps(x)}' for k, x in _of_each(theirs).items())
+  with tempfile.TemporaryDirectory() as scratch:
+    folders = {x: make(x, pathlib.Path(scratch, x)) for x in FAMILIES}
+    rows = [f'"{x}": {json.dumps(theirs(y))}' for x, y in folders.items()]
   RECORDED.write_text('{\n' + ',\n'.join(rows) + '\n}\n')
-
-
-def print_table():
-  """Prints the table of docs/chat.md."""
-  print('| family | rendered | tokens | equal | refused by both |')
-  print('|---|---|---|---|---|')
-  recorded = json.loads(RECORDED.read_text())
-  for family, found in _of_each(ours).items():
-    want = recorded[family]['conversations']
-    pairs = [*zip(found['conversations'], want, strict=True)]
-    rendered = [(x, y) for x, y in pairs if y != 'refused']
-    tokens = sum(len(y) for _, y in rendered)
-    equal = sum(x == y for x, y in rendered)
-    refused = sum(x == y == 'refused' for x, y in pairs)
-    counts = f'{len(rendered)} | {tokens} | {equal} | {refused}'
-    print(f'| `{family}` | {counts} |')
 
 
 if __name__ == '__main__':
   if sys.argv[1:] == ['record']:
     record()
-  elif sys.argv[1:]:
-    make(sys.argv[1], pathlib.Path(sys.argv[2]))
   else:
-    print_table()
+    make(sys.argv[1], pathlib.Path(sys.argv[2]))

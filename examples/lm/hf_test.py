@@ -7,6 +7,7 @@ with the logits that transformers 5.24 computes.
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import shutil
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as safetensors
 import tokenizers
+from tokenizers import pre_tokenizers
 
 import jaxline
 from jaxline import base_config
@@ -26,6 +28,7 @@ from jaxline.base import trees
 from tests import processes
 
 from . import experiment
+from . import folder as folder_lib
 from . import hf
 from . import lora
 from . import model
@@ -46,10 +49,49 @@ TOLERANCE = dict.fromkeys(NAMES, 1e-5) | {
 }
 
 
-def options_of(name):
-  return hf._read_config(
-    json.loads((REFERENCE / name / 'config.json').read_text())
-  )
+def make(
+  path,
+  *,
+  reference='qwen2',
+  size=256,
+  jinja=None,
+  map=None,
+  more=None,
+  **config,
+):
+  """Makes a folder with a tokenizer of `size` and three special tokens.
+
+  With `size=61`, there are as many tokens as the model has rows: the characters
+  from '!' to ']', and the special tokens.
+  """
+  shutil.copytree(REFERENCE / reference, path)
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+  vocab = {name: i for i, name in enumerate(alphabet)}
+  library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+  library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  library.decoder = tokenizers.decoders.ByteLevel()
+  library.add_special_tokens(['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
+  library.save(str(path / 'tokenizer.json'))
+  config = {'tokenizer_class': 'PreTrainedTokenizerFast', **config}
+  files = {'tokenizer_config.json': config, 'special_tokens_map.json': map}
+  texts = {name: json.dumps(x) for name, x in files.items() if x}
+  texts |= {'chat_template.jinja': jinja, **(more or {})}
+  for name, text in texts.items():
+    if text:
+      (path / name).parent.mkdir(exist_ok=True)
+      (path / name).write_text(text)
+  return path
+
+
+def imported(source):
+  """Returns the run beside a folder that has its model."""
+  run = source.with_name('run')
+  assert hf.main(['import', str(source), str(run)]) == 0
+  return run
+
+
+def config_of(name):
+  return folder_lib.read_json(REFERENCE / name, 'config.json')
 
 
 def tensors_in(folder):
@@ -59,21 +101,9 @@ def tensors_in(folder):
   return found
 
 
-def copied(name, folder):
-  """Returns a copy of a reference with a tokenizer of 64 characters."""
-  shutil.copytree(REFERENCE / name, folder)
-  names = ['<s>', '</s>', *map(chr, range(33, 95))]
-  vocab = {name: i for i, name in enumerate(names)}
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-  tokenizer.add_special_tokens(['<s>', '</s>'])
-  tokenizer.save(str(folder / 'tokenizer.json'))
-  return folder
-
-
 def edit(folder, **values):
-  path = folder / 'config.json'
-  hf_config = json.loads(path.read_text()) | values
-  path.write_text(json.dumps(hf_config))
+  config = folder_lib.read_json(folder, 'config.json') | values
+  (folder / 'config.json').write_text(json.dumps(config))
 
 
 @pytest.fixture(scope='module')
@@ -81,56 +111,22 @@ def run(tmp_path_factory):
   """Returns a function that imports a reference once, and returns the run."""
 
   @functools.cache
-  def imported(name):
-    folder = tmp_path_factory.mktemp(name)
-    source = copied(name, folder / 'source')
-    assert hf.main(['import', str(source), str(folder / 'run')]) == 0
-    return folder / 'run'
+  def run_of(name):
+    source = tmp_path_factory.mktemp(name) / 'source'
+    return imported(make(source, reference=name, size=61))
 
-  return imported
-
-
-@functools.cache
-def loaded(run):
-  """Returns the model's config, its weights and the reference's arrays."""
-  experiment = jaxline.load(run, mode='decode')
-  reference = np.load(run.parent / 'source' / 'reference.npz')
-  arrays = {key: jnp.asarray(x) for key, x in reference.items()}
-  return experiment.config.model, experiment.state.params, arrays
-
-
-def logits_of(run, **changed):
-  """Returns a run's logits of the reference's token ids, and the expected."""
-  config, params, reference = loaded(run)
-  # Without jit: another option is another program, of mostly the same
-  # operations.
-  got = model.apply(
-    params, reference['ids'], dataclasses.replace(config, **changed)
-  )
-  return np.asarray(got), reference['logits']
-
-
-def assert_same_weights(run, other, weights=None):
-  found = jaxline.load_weights(run, weights=weights)
-  others = jaxline.load_weights(other)
-  jax.tree.map(np.testing.assert_array_equal, found, others)
-
-
-def distance(got, expected):
-  return np.abs(got - expected).max() / expected.std()
+  return run_of
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_logits_are_those_of_transformers(run, name):
-  assert distance(*logits_of(run(name))) < TOLERANCE[name]
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_cached_decoding_has_the_logits_of_transformers(run, name):
-  config, params, reference = loaded(run(name))
-  got = model_test.decoded(params, reference['ids'], config)
-  error = distance(got, reference['logits'])
-  assert error < TOLERANCE[name]
+def test_logits_are_those_of_transformers_with_and_without_a_cache(run, name):
+  experiment = jaxline.load(run(name), mode='decode')
+  params, config = experiment.state.params, experiment.config.model
+  reference = np.load(REFERENCE / name / 'reference.npz')
+  ids, expected = jnp.asarray(reference['ids']), reference['logits']
+  for logits_of in (model_test.apply, model_test.decoded):
+    error = np.abs(logits_of(params, ids, config) - expected).max()
+    assert error / expected.std() < TOLERANCE[name]
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -141,9 +137,8 @@ def test_an_export_of_an_import_is_the_same_to_the_bit(run, name, tmp_path):
   assert before.keys() == after.keys()
   for key, x in before.items():
     np.testing.assert_array_equal(x, after[key], key)
-  written = json.loads((out / 'config.json').read_text())
-  assert hf._read_config(written) == options_of(name)
-  original = json.loads((REFERENCE / name / 'config.json').read_text())
+  written, original = folder_lib.read_json(out, 'config.json'), config_of(name)
+  assert hf._read_config(written) == hf._read_config(config_of(name))
   assert written['architectures'] == original['architectures']
   assert 2 in written['eos_token_id']
 
@@ -166,29 +161,19 @@ def test_half_precision_is_read_as_such_and_written_in_several_files(
     np.testing.assert_array_equal(x, stored[key].astype(np.float32))
 
 
-def add_tensor(name, folder, value=None):
+ZEROS = np.zeros(3, np.float32)
+
+
+def add_tensor(name, folder, value=ZEROS):
   path = folder / 'model-00003-of-00003.safetensors'
-  extra = {name: np.zeros(3, np.float32) if value is None else value}
-  safetensors.save_file(safetensors.load_file(path) | extra, path)
-  index = folder / 'model.safetensors.index.json'
-  if index.exists():
-    values = json.loads(index.read_text())
-    values['weight_map'][name] = path.name
-    index.write_text(json.dumps(values))
-
-
-def cut(folder):
-  path = folder / 'model-00001-of-00003.safetensors'
-  path.write_bytes(path.read_bytes()[:-100])
-
-
-def integers(folder):
-  path = folder / 'model-00003-of-00003.safetensors'
-  found = safetensors.load_file(path)
-  safetensors.save_file({k: x.astype(np.int8) for k, x in found.items()}, path)
+  safetensors.save_file(safetensors.load_file(path) | {name: value}, path)
+  values = json.loads((folder / INDEX).read_text())
+  values['weight_map'][name] = path.name
+  (folder / INDEX).write_text(json.dumps(values))
 
 
 INDEX = 'model.safetensors.index.json'
+FIRST = 'model-00001-of-00003.safetensors'
 INV_FREQ = 'model.layers.0.self_attn.rotary_emb.inv_freq'
 PARTIAL = {'rope_type': 'default', 'partial_rotary_factor': 0.5}
 NO_FILE = {'weight_map': {'gone.weight': 'model-00001-of-00003'}}
@@ -207,9 +192,9 @@ REFUSALS = {
   'attention_bias': lambda x: edit(x, attention_bias=True),
   'lm_head.weight': lambda x: edit(x, vocab_size=65),
   'extra.weight': functools.partial(add_tensor, 'extra.weight'),
-  'model-00001-of-00003.safetensors': cut,
+  'I8': lambda x: add_tensor('extra.weight', x, ZEROS.astype(np.int8)),
+  FIRST: lambda x: os.truncate(x / FIRST, 999),
   'model-00002-of-00003': lambda x: next(x.glob('*2-of*')).unlink(),
-  'I8': integers,
   'tokenizer.json': lambda x: (x / 'tokenizer.json').unlink(),
   'mlp_only_layers': lambda x: edit(x, mlp_only_layers=[0]),
   'experts.7.down_proj': lambda x: edit(x, num_local_experts=7),
@@ -220,7 +205,7 @@ REFUSALS = {
 def test_refusals_name_what_is_wrong(name, tmp_path):
   of_experts = name in ('mlp_only_layers', 'experts.7.down_proj')
   family = 'qwen3_moe' if of_experts else 'llama'
-  folder = copied(family, tmp_path / 'source')
+  folder = make(tmp_path / 'source', reference=family, size=61)
   REFUSALS[name](folder)
   with pytest.raises(errors.UsageError) as raised:
     hf.import_model(folder, tmp_path / 'run')
@@ -231,11 +216,11 @@ def test_refusals_name_what_is_wrong(name, tmp_path):
 def test_what_repeats_the_model_is_passed_over(tmp_path, monkeypatch):
   # A tied model with its output layer, a buffer of old Llamas, random weights.
   monkeypatch.setattr('jaxline.train_state.Layout.make', None)
-  folder = copied('llama', tmp_path / 'source')
+  folder = make(tmp_path / 'source', reference='llama', size=61)
   edit(folder, tie_word_embeddings=True, partial_rotary_factor=1.0)
   table = tensors_in(folder)['model.embed_tokens.weight']
   add_tensor('lm_head.weight', folder, table)
-  size = options_of('llama')['head_size']
+  size = hf._read_config(config_of('llama'))['head_size']
   inv_freq = np.float32(1e4 ** (-np.arange(0, size, 2) / size))
   add_tensor(INV_FREQ, folder, inv_freq)
   hf.import_model(folder, tmp_path / 'run')
@@ -246,7 +231,7 @@ def test_what_repeats_the_model_is_passed_over(tmp_path, monkeypatch):
   ['positions', 'feed_forward', 'query_scale', 'logits_cap', 'bigram_rows'],
 )
 def test_an_export_refuses_options_that_no_family_has(option):
-  values = {**options_of('llama'), 'normalize_embedding': False}
+  values = {**hf._read_config(config_of('llama')), 'normalize_embedding': False}
   assert hf._write_config(model.ModelConfig(**values))['model_type'] == 'llama'
   wrong = {'positions': 'learned', 'feed_forward': 'gelu', 'bigram_rows': 3}
   values[option] = wrong.get(option, 3.0)
@@ -255,12 +240,12 @@ def test_an_export_refuses_options_that_no_family_has(option):
 
 
 def test_transformers_4_windows_of_some_layers():
-  values = json.loads((REFERENCE / 'qwen2' / 'config.json').read_text())
+  values = config_of('qwen2')
   values.pop('layer_types')
   values |= {'use_sliding_window': True, 'sliding_window': 4}
   assert hf._read_config(values | {'max_window_layers': 1})['windows'] == (0, 4)
   assert hf._read_config(values | {'max_window_layers': 2})['windows'] == ()
-  values = json.loads((REFERENCE / 'gemma2' / 'config.json').read_text())
+  values = config_of('gemma2')
   values.pop('layer_types')
   assert hf._read_config(values)['windows'] == (8, 0)
 
@@ -286,25 +271,15 @@ def tuned(run, folder, **overrides):
 
 def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   imported = run('llama3')
-  loaded_run = jaxline.load(imported, mode='decode')
-  ((continued,),) = loaded_run.decode(['HELLO'], jax.random.key(0))
+  loaded = jaxline.load(imported, mode='decode')
+  ((continued,),) = loaded.decode(['HELLO'], jax.random.key(0))
   assert continued['tokens'] > 0
   result = tuned(imported, tmp_path)
   assert result.history['eval/loss'][-1, 1] > 0
   # And as the same run, from its own checkpoint of step 0.
-  own = tmp_path / 'own'
-  shutil.copytree(imported, own)
-  tuned(
-    own,
-    tmp_path,
-    checkpoint_dir=str(own),
-    restore_from=None,
-    on_config_change='continue',
-  )
-  out, back = tmp_path / 'out', tmp_path / 'back'
-  hf.export_run(tmp_path / 'tuned', out)
-  hf.import_model(out, back)
-  assert_same_weights(tmp_path / 'tuned', back)
+  own = shutil.copytree(imported, tmp_path / 'own')
+  as_itself = {'restore_from': None, 'on_config_change': 'continue'}
+  tuned(own, tmp_path, checkpoint_dir=str(own), **as_itself)
 
 
 class Averaged(experiment.Experiment):
@@ -318,18 +293,7 @@ class Averaged(experiment.Experiment):
     return sharded.average_weights(before, after, 0.9)
 
 
-def test_an_export_has_the_average_unless_it_is_told(run, tmp_path):
-  rules = (('state/params/(.*)', r'state/params/\1'),)
-  cls = f'{__name__}:Averaged'
-  tuned(run('llama3'), tmp_path, restore_rules=rules, experiment_class=cls)
-  for weights in (None, 'averaged', 'raw'):
-    out, back = tmp_path / f'out-{weights}', tmp_path / f'back-{weights}'
-    hf.export_run(tmp_path / 'tuned', out, weights=weights)
-    hf.import_model(out, back)
-    assert_same_weights(tmp_path / 'tuned', back, weights)
-
-
-def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
+def test_an_export_has_the_average_and_the_adapters(run, tmp_path):
   result = tuned(
     run('llama3'),
     tmp_path,
@@ -337,22 +301,24 @@ def test_an_export_has_the_adapters_in_its_weights(run, tmp_path):
       ('.*_lora_.', None),
       ('state/params/(.*)', r'state/params/\1'),
     ),
+    experiment_class=f'{__name__}:Averaged',
     **{'experiment_kwargs.config.lora.rank': 2},
   )
-  hf.export_run(tmp_path / 'tuned', tmp_path / 'out')
-  hf.import_model(tmp_path / 'out', tmp_path / 'back')
-  back, base = (
-    trees.named_leaves(jaxline.load_weights(x))
-    for x in (tmp_path / 'back', run('llama3'))
-  )
-  state, config = result.experiment.state, result.experiment.config
-  expected = lora.merge(state.params, config.lora)
-  assert back.keys() == base.keys()
-  for name, x in trees.named_leaves(expected).items():
-    np.testing.assert_allclose(back[name], x, rtol=1e-5, atol=1e-7)
-  for name in ('q', 'kv', 'out'):
-    name = f'layers/attention/{name}'
-    assert np.any(back[name] != base[name])
+  base = trees.named_leaves(jaxline.load_weights(run('llama3')))
+  for weights in (None, 'raw'):
+    out, back = tmp_path / f'out-{weights}', tmp_path / f'back-{weights}'
+    hf.export_run(tmp_path / 'tuned', out, weights=weights)
+    hf.import_model(out, back)
+    found = trees.named_leaves(jaxline.load_weights(back))
+    expected = jaxline.load_weights(tmp_path / 'tuned', weights=weights)
+    expected = lora.merge(expected, result.experiment.config.lora)
+    assert found.keys() == base.keys()
+    for name, x in trees.named_leaves(expected).items():
+      np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-7)
+  adapted = sorted(x for x in base if np.any(found[x] != base[x]))
+  attention = [f'layers/attention/{x}' for x in ('kv', 'out', 'q')]
+  ends = [f'layers/feed_forward/{x}' for x in ('in', 'out')]
+  assert adapted == attention + ends
 
 
 @pytest.mark.parametrize('is_gemma', [False, True])
@@ -398,4 +364,5 @@ def test_a_sharded_import_is_the_unsharded_one(run, tmp_path):
     *(run('llama3').parent / 'source', tmp_path / 'run'),
   )
   assert done.returncode == 0, done.stderr
-  assert_same_weights(run('llama3'), tmp_path / 'run')
+  runs = run('llama3'), tmp_path / 'run'
+  jax.tree.map(np.testing.assert_array_equal, *map(jaxline.load_weights, runs))

@@ -83,45 +83,36 @@ def test_adapters_start_as_the_base_model_and_merge_into_it(config):
     )
     expected = w.reshape(shape) + 8 * a.reshape(shape[0], 2) @ b
     np.testing.assert_allclose(found.reshape(shape), expected, atol=1e-6)
-  # The base model computes with the merged weights what was trained.
-  batch = next(iter(tuned.eval_input()))
-  of_tuned, of_base = (
-    x.loss_fn(params, {}, batch, jax.random.key(1), False)[0]
-    for x, params in ((tuned, after), (base, plain))
-  )
-  np.testing.assert_allclose(of_base, of_tuned, rtol=1e-5)
   with pytest.raises(errors.UsageError, match='layers/attention/qvk'):
     _ = make(tuned.run_config, {key: 'layers/attention/qvk'}).state
 
 
 @pytest.mark.parametrize(
-  ('overrides', 'optimized'),
+  ('overrides', 'rules', 'optimized'),
   [
-    (RANK | {'sharding': 'fsdp', 'gradient_accumulation_steps': 2}, 8),
-    ({'experiment_kwargs.config.trainable': 'layers/.*'}, 6),
+    (
+      RANK | {'sharding': 'fsdp', 'gradient_accumulation_steps': 2},
+      [('.*_lora_.', None)],
+      8,
+    ),
+    ({'experiment_kwargs.config.trainable': 'layers/.*'}, [], 6),
   ],
 )
 def test_a_run_is_tuned_from_the_weights_of_another(
-  config, tmp_path, overrides, optimized
+  config, tmp_path, overrides, rules, optimized
 ):
   config.checkpoint_dir = str(tmp_path / 'base')
   base = jaxline.fit(None, config).experiment.state.params
   config.checkpoint_dir = str(tmp_path / 'tuned')
   config.restore_from = str(tmp_path / 'base')
-  config.restore_rules = (
-    ('.*_lora_.', None),
-    ('state/params/(.*)', r'state/params/\1'),
-  )
-  if 'trainable' in str(overrides):
-    config.restore_rules = config.restore_rules[1:]
+  config.restore_rules = (*rules, ('state/params/(.*)', r'state/params/\1'))
   tuned = jaxline.fit(None, config, overrides).experiment
   moments = jax.tree.leaves(tuned.state.opt_state[1][0].mu)
   assert len(moments) == optimized
-  has_adapters = overrides.keys() >= RANK.keys()
   for module, leaves in base.items():
     for name, w in leaves.items():
       now = tuned.state.params[module][name]
-      is_frozen = has_adapters or 'layers' not in module
+      is_frozen = bool(rules) or 'layers' not in module
       assert np.array_equal(now, w) == is_frozen, (module, name)
   again = jaxline.load(tmp_path / 'tuned')
   jax.tree.map(
