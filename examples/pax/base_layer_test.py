@@ -60,12 +60,9 @@ class Stack(base_layer.BaseLayer):
   """A sequence of equal layers."""
 
   layer: LayerTpl = template_field(Linear)
-  beside: LayerTpl | None = None
   times: int = 3
 
   def setup(self):
-    if self.beside is not None:
-      self.create_child('other', self.beside)
     repeat = repeats.Repeat.HParams(sub_tpl=self.layer, x_times=self.times)
     self.create_child('x', repeat)
 
@@ -219,12 +216,6 @@ def test_a_shared_layers_gradients_add(how):
 
 
 def test_layers_are_shared_across_a_tree():
-  class Row(base_layer.BaseLayer):
-    layer: LayerTpl = template_field(Two)
-
-    def setup(self):
-      self.create_children('x', [self.layer.clone() for _ in range(2)])
-
   def paths(layer):
     return [path.partition('/')[2] for path in layer.init(KEY)['params']]
 
@@ -238,10 +229,6 @@ def test_layers_are_shared_across_a_tree():
   by_id = tree(Linear.HParams(shared_weight_layer_id='one')).Instantiate()
   assert paths(by_id) == [*shared, 'second/first/second']
   assert len(paths(tree(Linear.HParams()).Instantiate())) == 5
-  # The layers of a list share within each, not with one another.
-  one = Linear.HParams()
-  row = fdl.build(Row.HParams(layer=Two.HParams(first=one, second=one)))
-  assert paths(row) == ['x_0/first', 'x_1/first']
 
 
 def test_shared_layers_must_be_equal():
@@ -262,15 +249,11 @@ def test_a_layer_within_a_stack_is_not_one_outside():
   layer = Stack.HParams(layer=both).Instantiate()
   assert layer.num_params() == 3 * 9
   stack = Stack.HParams(layer=both)
-  for p in (
-    stack.clone().set(beside=one),
-    Two.HParams(first=stack, second=one),
-    Two.HParams(first=stack, second=Stack.HParams(layer=one)),
-  ):
+  for outside in one, Stack.HParams(layer=one):
     with pytest.raises(
       ValueError, match='the same layer as one within a stack'
     ):
-      p.Instantiate().num_params()
+      Two.HParams(first=stack, second=outside).Instantiate().num_params()
 
 
 # Side outputs.
@@ -347,10 +330,6 @@ def test_a_stack_of_stacks_is_its_layers_one_after_another():
     np.testing.assert_allclose(collected.summaries[name], total, rtol=1e-5)
   calls = collected.non_trainable['stack/x/sub/x/sub']['calls']
   np.testing.assert_array_equal(calls, np.ones([3, 2]))
-  with pytest.raises(
-    ValueError, match=r'shape of stack/x/sub/w is \(0, 3, 3\)'
-  ):
-    Stack.HParams(times=0).Instantiate().num_params()
 
 
 def test_evaluation_and_random_numbers():
@@ -377,7 +356,7 @@ def test_haiku_modules_within_a_layer():
       self.create_child('first', Linear.HParams())
       self.early = hk.Linear(2)
 
-    def __call__(self, x):
+    def fprop(self, x):
       return self.helper(self.early(self.first(x))) + hk.Linear(2)(x)
 
     def helper(self, x):
@@ -387,9 +366,9 @@ def test_haiku_modules_within_a_layer():
     def setup(self):
       self.create_child('inner', Inner.HParams())
 
-    def fprop(self, x):
+    def __call__(self, x):
       # A layer that is called twice has its modules once.
-      return hk.Linear(2)(self.inner(x) + self.inner(x))
+      return self.inner(x) + self.inner(x)
 
   layer = Outer.HParams().Instantiate()
   # Haiku's weights are only known with an input.
@@ -398,19 +377,16 @@ def test_haiku_modules_within_a_layer():
   # These are the names that Haiku gives to modules made in these methods.
   assert {path: of['w'].axes for path, of in boxed.items()} == {
     'outer/inner/first': ('embed', 'mlp'),
-    'outer/inner/linear': (None, None),
+    'outer/inner/~fprop/linear': (None, None),
     'outer/inner/~helper/late': (None, None),
     'outer/inner/~setup/linear': (None, None),
-    'outer/~fprop/linear': (None, None),
   }
   variables = layer.init(KEY, X)
-  first, linear, late, early, last = (
-    of['w'] for of in variables['params'].values()
+  first, linear, late, early = (
+    variables['params'][path]['w'] for path in sorted(boxed)
   )
   inner = X @ first @ early @ late + X @ linear
-  np.testing.assert_allclose(
-    layer.apply(variables, X), 2 * inner @ last, rtol=1e-4
-  )
+  np.testing.assert_allclose(layer.apply(variables, X), 2 * inner, rtol=1e-4)
 
 
 # Shardings.
@@ -470,19 +446,11 @@ def test_what_a_layer_is_made_of():
   for wrong in (3, WeightInit.Xavier(), fdl.Config(dict)):
     with pytest.raises(TypeError, match='a child of Two to be the HParams'):
       Two.HParams(first=wrong).Instantiate().init(KEY)
-  with pytest.raises(ValueError, match='Is a size in the HParams still 0'):
-    Linear.HParams(output_dims=0).Instantiate().init(KEY)
 
 
 def test_a_layer_outside_of_a_run():
   layer = Linear.HParams().Instantiate()
-  for use in (
-    lambda: layer(X),
-    lambda: layer.fprop(X),
-    lambda: layer.theta.w,
-    lambda: layer.do_eval,
-    lambda: layer.add_summary('a', 1),
-  ):
+  for use in (lambda: layer(X), lambda: layer.theta.w, lambda: layer.do_eval):
     with pytest.raises(RuntimeError, match=r'layer\.apply\(layer\.init\(rng\)'):
       use()
 
@@ -519,11 +487,6 @@ def test_names_within_a_layer():
     with pytest.raises(ValueError, match=f"already has a '{name}'"):
       layer(setup).init(KEY)
 
-  late = layer(
-    lambda self: None, lambda self, x: self.create_variable('a', weight)
-  )
-  with pytest.raises(ValueError, match=r'no bad/a.*all variables in `setup`'):
-    late.apply(late.init(KEY), X)
   nothing = layer(
     lambda self: self.create_variable('weight', weight),
     lambda self: self.theta.wieght,

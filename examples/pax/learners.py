@@ -220,8 +220,9 @@ def joined(several: Sequence[Any]) -> Learner:
   """Makes one learner from the hyperparameters of several.
 
   Each but the first trains the weights of its `bprop_variable_inclusion`, and
-  the first all others that it trains. Each clips its own gradients. If those of
-  one are not valid, all skip the step. The moving average is the first one's.
+  the first all others that it trains. Each clips its own gradients. If the
+  gradients of one are not valid, all skip the step. The moving average is the
+  first one's.
   """
   if not several:
     raise ValueError('A task has no learner; expected at least one.')

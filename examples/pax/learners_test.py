@@ -93,14 +93,7 @@ def test_clips_gradients(limit, factor, clipped_norm):
 
 
 def test_a_skipped_step_changes_nothing():
-  """The run continues as if the step had not happened."""
-  schedule = schedules.LinearRampupExponentialDecay.HParams(
-    decay_end=2, min_ratio=0.75**2
-  )
-  learner = _learner(
-    _adam(lr_schedule=schedule, clip_gradient_norm_to_value=5.0),
-    skip_step_gradient_norm_value=13.5,
-  ).Instantiate()
+  learner = _learner(_adam(), skip_step_gradient_norm_value=13.5).Instantiate()
   state, update = _made(learner)
   _, state = update(_GRADS, state)
   scalars = jax.jit(learner.scalars)
@@ -111,14 +104,6 @@ def test_a_skipped_step_changes_nothing():
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), updates)
     assert scalars(grads, updates, 1)['is_valid_step'] == 0
     assert learners.num_updates(skipped) == 1
-  after, state = update(_GRADS, skipped)
-  assert learners.num_updates(state) == 2
-  # Adam has seen this gradient twice. The learning rate is at 3/4.
-  clipped = jax.tree.map(lambda x: x * 5 / 13, _GRADS)
-  _assert_close(
-    jax.tree.map(lambda x: x + 0.075 * 0.1, after),
-    jax.tree.map(lambda g: -0.075 * g / (np.abs(g) + 1e-6), clipped),
-  )
 
 
 @pytest.mark.parametrize(
@@ -204,46 +189,48 @@ def test_refuses_what_no_run_can_mean(several, named):
     learners.joined(several).make().init(_WEIGHTS)
 
 
-def test_several_learners_train_their_weights_and_clip_apart():
-  first = _learner(_sgd(0.1, 1.0))
-  second = first.clone().set(
-    name='second', optimizer=_sgd(0.5, 2.0), bprop_variable_inclusion='lm/soft'
-  )
-  for included, factor in ((), 0.1 / 5), (('lm/layers',), 0.1 / 3):
-    first.bprop_variable_inclusion = included
-    learner = learners.joined([first, second])
-    updates = _first_update(learner)
-    # The norm of the first one's gradients is 5, or 3 of the layers alone.
-    others = 0 if included else factor
-    _assert_close(updates, _scaled(factor, others, 0.5 * 2 / 12))
-    scalars = learner.scalars(_GRADS, updates, 3)
-    rates = {key: x for key, x in scalars.items() if 'rate' in key}
-    _assert_close(
-      rates, {'main/learning_rate': 0.1, 'second/learning_rate': 0.5}
-    )
-    _assert_close(scalars['clipped_grad_norm'], 5**0.5)
-
-
 # The updates of paxml 1.4.0's MultiOptimizerLearner (praxis 1.4.0, jax 0.4.26,
 # Python 3.10) with apply_separate_scaling and ShardedSgd for these weights and
-# gradients, and skip_step_gradient_norm_value.
+# gradients, and skip_step_gradient_norm_value. Without `frozen` and the limit
+# 11, which is above the norm of either learner, 5 and 10, but not of both.
 @pytest.mark.parametrize(
   ('skip', 'ff', 'emb'),
   [
-    (0.0, [-0.06, -0.08], [-0.6, -0.8, 0]),
     (12.0, [-0.06, -0.08], [-0.6, -0.8, 0]),
+    (11.0, [-0.06, -0.08], [-0.6, -0.8, 0]),
     (8.0, [0, 0], [0, 0, 0]),
   ],
 )
 def test_several_learners_are_praxis(skip, ff, emb):
-  grads = {'emb': jnp.array([6.0, 8.0, 0.0]), 'ff': jnp.array([3.0, 4.0])}
-  first = _learner(_sgd(0.1, 1.0), skip_step_gradient_norm_value=skip)
+  grads = {
+    'emb': jnp.array([6.0, 8.0, 0.0]),
+    'ff': jnp.array([3.0, 4.0]),
+    'frozen': jnp.array([np.nan]),
+  }
+  first = _learner(
+    _sgd(0.1, 1.0),
+    skip_step_gradient_norm_value=skip,
+    bprop_variable_exclusion='frozen',
+  )
   second = first.clone().set(
-    name='emb', optimizer=_sgd(0.5, 2.0), bprop_variable_inclusion='emb'
+    name='emb',
+    optimizer=_sgd(0.5, 2.0),
+    bprop_variable_inclusion='emb',
+    bprop_variable_exclusion=(),
   )
   learner = learners.joined([first, second])
   tx, weights = learner.make(), jax.tree.map(jnp.ones_like, grads)
   updates, _ = jax.jit(tx.update)(grads, tx.init(weights), weights)
-  _assert_close(updates, {'emb': np.array(emb), 'ff': np.array(ff)})
-  scalars = learner.scalars(grads, updates, 0)
-  assert float(scalars['is_valid_step']) == any(ff)
+  expected = {'emb': np.array(emb), 'ff': np.array(ff), 'frozen': np.zeros(1)}
+  _assert_close(updates, expected)
+  _assert_close(
+    learner.scalars(grads, updates, 0),
+    {
+      'main/learning_rate': 0.1,
+      'emb/learning_rate': 0.5,
+      'is_valid_step': any(ff),
+      'grad_norm': 125**0.5,
+      'clipped_grad_norm': 5**0.5,
+      'applied_grad_norm': 1.01**0.5 if any(ff) else 0,
+    },
+  )

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from examples.pax import config as config_lib
-from examples.pax import experiment
 from examples.pax import experiment_registry
+from examples.pax import experiment_test
 from examples.pax import loading
 from examples.pax.tasks.synthetic.params import sequences
 from jaxline import base_config
@@ -124,9 +124,7 @@ def test_an_experiments_rules_are_keys_of_its_config(monkeypatch):
   base_config.validate_config(config)
   assert config.restore_from == 'runs/a:7'
   with mesh_lib.on_devices(jax.devices()[:1]):
-    made = experiment.Experiment(
-      'train', jax.random.key(0), run_config=config, **config.experiment_kwargs
-    )
+    made = experiment_test.make(config)
   leaves = trees.named_leaves({'state': made.abstract_state()})
   sources, unused = rules_lib.match_rules(leaves, config.restore_rules, 'rules')
   average = 'state/model_state/ema/'

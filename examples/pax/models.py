@@ -79,7 +79,7 @@ class SampleDecoderHParams(DecoderHParams):
   """Draws a random token at each step."""
 
   num_samples: int = 1  # Continuations of each prompt.
-  sort_samples: bool = True  # Whether to sort those of a prompt by score.
+  sort_samples: bool = True  # Whether to sort a prompt's samples by score.
   temperature: float = 1.0  # Divisor of the logits, applied after `k` and `p`.
   k: int = 40  # Number of likeliest tokens to draw from. If 0, all tokens.
   # Draw from the fewest of these tokens whose probabilities sum to `p`. If

@@ -58,7 +58,7 @@ class Pattern:
   """A set of regular expressions that selects weights by name."""
 
   def __init__(self, field: str, regexes: Regexes):
-    """Compiles one or several expressions, those of `field` in messages."""
+    """Compiles one or several expressions. Messages name their `field`."""
     self.field = field
     regexes = [regexes] if isinstance(regexes, str) else list(regexes)
     self.regexes = []

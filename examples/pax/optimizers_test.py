@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from examples.pax import base_layer
 from examples.pax import layers
 from examples.pax import learners
 from examples.pax import models
@@ -184,18 +185,17 @@ def test_refuses_what_contradicts_itself(optimizer, fields, named):
     hparams.Instantiate()
 
 
-@pytest.mark.parametrize(
-  ('module', 'name'),
-  [
+def test_a_name_that_pax_has_points_to_the_list():
+  for module, name in (
     (learners, 'MultiOptimizerLearner'),
     (optimizers, 'ShardedAdafactor'),
     (optimizers.Adam.HParams(), 'decoupled_weight_decay'),
     (schedules, 'Cosine'),
     (layers, 'Ngrammer'),
+    (layers.Conv2D.HParams(), 'dilations'),
+    (base_layer.WeightInit, 'XavierWithFixupParams'),
     (models, 'BertModel'),
     (tasks, 'EarlyStoppingFn'),
-  ],
-)
-def test_a_name_that_pax_has_points_to_the_list(module, name):
-  with pytest.raises(AttributeError, match=f'{name}.*from_pax.md.*Missing'):
-    getattr(module, name)
+  ):
+    with pytest.raises(AttributeError, match=f'{name}.*from_pax.md.*Missing'):
+      getattr(module, name)

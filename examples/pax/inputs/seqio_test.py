@@ -330,8 +330,12 @@ def run_model(inputs):
 
 @pytest.mark.parametrize('count', [2, 4])
 def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
-  task = make_task(tmp_path, metric_fns=[accuracy, total, longest])
-  inputs = evaluate(task, count)
+  metric_fns = [accuracy, total, longest]
+  numbers = make_task(tmp_path, metric_fns=metric_fns)
+  more = make_task(
+    tmp_path, 'more', sizes=(3, 1), first=30, metric_fns=metric_fns
+  )
+  inputs = evaluate(seqio.Mixture('both', [(numbers, 1), (more, 5)]), count)
   predictions, scores = run_model(inputs)
 
   examples = {}
@@ -343,43 +347,31 @@ def test_ids_and_metrics_whatever_the_number_of_hosts(tmp_path, count):
       assert key not in examples
       assert key[1] == count
       examples[key] = x[row]
-  assert sorted(examples.values()) == list(range(10, 21))
-  assert {key[0] for key in examples} <= set(range(count))
-  # The files have 5, 0 and 6 examples. The first of two hosts has all of them.
-  # Four hosts have too few files, and take every fourth example.
-  assert len(scores) == {2: 2 * 6, 4: 4 * 2}[count]
+  assert sorted(examples.values()) == [*range(10, 21), *range(30, 34)]
+  assert {key[0] for key in examples} == set(range(count))
+  # The files have 5, 0 and 6 examples, and 3 and 1. The first of two hosts has
+  # all but one of them. Four hosts have too few files, and take every fourth
+  # example.
+  assert len(scores) == {2: 2 * 7, 4: 4 * 2}[count]
 
   # Three of 10, ..., 20 are multiples of 4. The sum of all is 165.
-  expected = {'accuracy': 3 / 11, 'longest': 20, 'total': 165.0, 'examples': 11}
+  expected = {
+    'numbers': pytest.approx(
+      {'accuracy': 3 / 11, 'longest': 20, 'total': 165, 'examples': 11}
+    ),
+    'more': pytest.approx(
+      {'accuracy': 1 / 4, 'longest': 33, 'total': 126, 'examples': 4}
+    ),
+  }
   order = np.random.default_rng(0).permutation(len(predictions))
   metrics = inputs[-1].compute_metrics(
     predict_outputs=[predictions[i] for i in order],
     # A repeated row counts once.
     score_outputs=[scores[i] for i in order] + scores[:1],
   )
-  assert metrics == {'numbers': pytest.approx(expected)}
+  assert metrics == expected
   only = inputs[-1].compute_metrics(score_outputs=scores)
-  assert only == {'numbers': {'total': 165.0, 'examples': 11}}
-
-
-def test_each_task_of_a_mixture_has_its_metrics(tmp_path):
-  mixture = seqio.Mixture(
-    'both',
-    [
-      (make_task(tmp_path, 'small', sizes=(2, 1), first=12), 1),
-      (make_task(tmp_path, 'large', sizes=(4, 3, 2), first=20), 5),
-    ],
-  )
-  inputs = evaluate(mixture, 2)
-  predictions, scores = run_model(inputs)
-  metrics = inputs[0].compute_metrics(
-    predict_outputs=[(ids, tokens) for ids, (tokens, _) in predictions],
-    score_outputs=scores,
-  )
-  assert metrics == {
-    'small': pytest.approx({'accuracy': 1 / 3, 'total': 39, 'examples': 3}),
-    'large': pytest.approx({'accuracy': 3 / 9, 'total': 216, 'examples': 9}),
-  }
+  assert only['numbers'] == {'total': 165.0, 'examples': 11}
 
 
 def test_postprocessing_and_metric_objects_are_those_of_seqio(tmp_path):

@@ -66,23 +66,17 @@ def read(inputs, num_batches):
 
 
 def test_shuffling_gives_each_epoch_an_order_of_its_own():
-  def orders(num_hosts, **fields):
-    inputs = hosts(
-      num_hosts,
-      dataset=numbers(12),
-      batch_size=4 // num_hosts,
-      shuffle_buffer_size=12,
-      is_training=True,
-      **fields,
+  def orders(**fields):
+    inputs = train(
+      dataset=numbers(12), batch_size=4, shuffle_buffer_size=12, **fields
     )
-    rows = list(itertools.chain(*read(inputs, 6)))
+    rows = list(itertools.chain(*read([inputs], 6)))
     return rows[:12], rows[12:]
 
-  first, second = epochs = orders(1)
+  first, second = epochs = orders()
   assert sorted(first) == sorted(second) == list(range(12))
   assert first != second
-  assert orders(2) == epochs
-  assert orders(1, input_random_seed=1) != epochs
+  assert orders() == epochs != orders(input_random_seed=1)
 
 
 def test_one_epoch_of_parts_ends_with_the_largest():
@@ -187,17 +181,16 @@ def test_an_epoch_is_the_same_each_time(dataset):
     assert read([after], 8 - done) == whole[done:]
 
 
-def test_determinism_is_turned_on_in_the_open_or_not_at_all(
-  monkeypatch, caplog
-):
+def test_determinism_is_turned_on_or_not_at_all(monkeypatch, caplog):
   calls = []
   monkeypatch.setattr(
     tf.config.experimental, 'enable_op_determinism', lambda: calls.append(0)
   )
   for op_determinism in (False, True):
     tfdata._enable_op_determinism.cache_clear()
-    fields = {'dataset': numbers(3), 'op_determinism': op_determinism}
-    inputs = train(batch_size=2, **fields)
+    inputs = train(
+      dataset=numbers(3), batch_size=2, op_determinism=op_determinism
+    )
     assert not calls  # Import and construction do not enable it.
     read([inputs], 4)
     shown = list(filter(console.is_shown, caplog.records))  # The log of a run.

@@ -1,15 +1,14 @@
 """Tests that the layers can be copied to a project without the trainer."""
 
-import os
-import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
+from tests import processes
+
+ROOT = processes.ROOT
 PROGRAM = """
 import sys
 import jax
@@ -40,11 +39,5 @@ def test_the_files_on_the_page_are_enough(tmp_path):
     copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
     copy(ROOT / name, target)
   (tmp_path / 'jaxline').symlink_to(ROOT / 'jaxline')
-  done = subprocess.run(
-    [sys.executable, '-c', PROGRAM],
-    cwd=tmp_path,
-    env={**os.environ, 'PYTHONPATH': str(tmp_path), 'JAX_PLATFORMS': 'cpu'},
-    capture_output=True,
-    text=True,
-  )
+  done = processes.run('-c', PROGRAM, cwd=tmp_path, PYTHONPATH=str(tmp_path))
   assert done.stdout.splitlines() == ['(2, 3, 5)', '[]'], done.stderr

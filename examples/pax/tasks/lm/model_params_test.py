@@ -25,14 +25,17 @@ _FIELDS = {
   'clip': 'optimizer.clip_gradient_norm_to_value',
   'rate': 'optimizer.learning_rate',
   'warmup': 'optimizer.lr_schedule.warmup_steps',
+  'decay_start': 'optimizer.lr_schedule.decay_start',
   'decay_end': 'optimizer.lr_schedule.decay_end',
+  'min_ratio': 'optimizer.lr_schedule.min_ratio',
+  'beta1': 'optimizer.beta1',
 }
 # 0 means no cap, for which Paxml has None or -1.
 _CLOUD = (50, 0, False, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
 _C4 = (50, 30, True, False, True, True, True, 1e-6, 0.99, 1e-6, 1, 1e-3, 5)
 _GPT3 = (0, 0, True, True, False, False, False, 1e-5, 0.95, 1e-8, 0, 0.1, 1)
-_C4_STEPS = (4000, 300_000)
-_GPT3_STEPS = (265, 108_600)
+_C4_STEPS = (4000, 4001, 300_000, 0.1, 0.9)
+_GPT3_STEPS = (265, 266, 108_600, 0.1, 0.9)
 
 
 class _Parts:
@@ -85,4 +88,5 @@ def test_a_stage_of_a_pipeline_is_a_loop_or_unrolled(is_loop):
   stage = made.lm().stacked_transformer_tpl.pipeline_stage
   assert (stage.x_times if is_loop else stage.num_layers) == 24 / 4
   assert stage.checkpoint_policy == 'dots'
+  assert made.lm().softmax_tpl.chunks == 8
   assert made.lm().Instantiate().num_params() == 2_926_491_648

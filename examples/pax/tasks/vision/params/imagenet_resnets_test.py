@@ -1,6 +1,5 @@
-"""Tests of ResNet-50's numbers. `learning_test.py` trains its small version."""
+"""Tests of ResNet-50's numbers; `experiment_test.py` trains the small one."""
 
-import functools
 import math
 
 import fiddle as fdl
@@ -9,22 +8,17 @@ import numpy as np
 import pytest
 
 from examples.pax import base_layer
-from examples.pax import experiment_registry
 from examples.pax.tasks.vision.params import imagenet_resnets
-from jaxline.parallel import partitioning
 
 ResNet50Pjit = imagenet_resnets.ResNet50Pjit
 WeightInit = base_layer.WeightInit
 
 
-def _task(**constants):
-  experiment = ResNet50Pjit.with_constants(constants)(num_devices=4)
-  return experiment.filled_task().Instantiate()
+def _task():
+  return ResNet50Pjit(num_devices=4).filled_task().Instantiate()
 
 
-def test_the_registered_experiment_has_resnet_50s_counts():
-  name = 'tasks.vision.params.imagenet_resnets.ResNet50Pjit'
-  assert experiment_registry.get(name) is ResNet50Pjit
+def test_resnet_50_has_its_counts():
   variables = _task().model.abstract_init()
   counts = {
     collection: sum(math.prod(x.shape) for x in jax.tree.leaves(of_it))
@@ -33,11 +27,21 @@ def test_the_registered_experiment_has_resnet_50s_counts():
   assert counts == {'params': 25_557_032, 'non_trainable': 53_120}
 
 
-def test_steps_and_learning_rate_are_those_of_pax():
-  """Paxml 1.4.0 (jax 0.4.26, Python 3.10): ResNet50Pjit, its `lr_schedule`."""
-  hparams = _task().hparams
-  assert hparams.train.num_train_steps == 225_180
-  optimizer = hparams.train.learner.Instantiate().optimizer
+def test_options_and_learning_rate_are_those_of_pax():
+  """Paxml 1.4.0 (jax 0.4.26, Python 3.10): the task of ResNet50Pjit."""
+  task = _task()
+  network = task.model.network_tpl
+  assert network.block_params.zero_init_residual
+  assert network.conv_params.batch_norm_tpl.decay == 0.9
+  he = WeightInit.GaussianSqrtFanOut(1.4141)
+  assert network.conv_params.params_init == he
+  assert task.model.softmax_tpl.params_init == WeightInit.Gaussian(0.01)
+  optimizer = task.learner.optimizer
+  assert (optimizer.momentum, optimizer.nesterov) == (0.9, True)
+  assert optimizer.l2_regularizer_weight == 1e-4
+  assert optimizer.skip_lp_1d_vectors
+  assert optimizer.clip_gradient_norm_to_value == optimizer.ema_decay == 0.0
+  assert task.train.num_train_steps == 225_180
   want = {
     **{0: 0.0, 1: 7.993605e-05, 6255: 0.5, 12509: 0.9999201, 12510: 1.0},
     **{75059: 1.0, 75060: 0.1, 150119: 0.1, 150120: 0.01},
@@ -45,23 +49,6 @@ def test_steps_and_learning_rate_are_those_of_pax():
   }
   got = [optimizer.get_learning_rate(step) / 0.2 for step in want]
   np.testing.assert_allclose(got, list(want.values()), rtol=1e-6)
-
-
-def test_options_are_those_of_pax():
-  """Paxml 1.4.0 (jax 0.4.26, Python 3.10): the task of ResNet50Pjit."""
-  task = _task().hparams
-  network, optimizer = task.model.network_tpl, task.train.learner.optimizer
-  assert network.block_params.zero_init_residual
-  assert network.conv_params.batch_norm_tpl.decay == 0.9
-  assert network.conv_params.params_init == WeightInit.GaussianSqrtFanOut(
-    1.4141
-  )
-  assert task.model.softmax_tpl.params_init == WeightInit.Gaussian(0.01)
-  assert (optimizer.momentum, optimizer.nesterov) == (0.9, True)
-  assert optimizer.l2_regularizer_weight == 1e-4
-  assert optimizer.skip_lp_1d_vectors
-  assert optimizer.clip_gradient_norm_to_value == 0.0
-  assert optimizer.ema_decay == 0.0
 
 
 def test_batches_are_what_is_declared():
@@ -92,29 +79,3 @@ def test_each_digit_is_in_one_split():
       batch['image'][..., 0], found.images[chosen] * 15
     )
     np.testing.assert_array_equal(batch['label'], found.target[chosen])
-
-
-def test_data_is_chosen_by_name():
-  with pytest.raises(ValueError, match="Did you mean 'synthetic'"):
-    ResNet50Pjit.with_constants({'DATA': 'syntetic'})(num_devices=4).datasets()
-
-
-def test_a_step_and_an_evaluation_have_the_batchs_shapes():
-  experiment = ResNet50Pjit.reduced()(num_devices=2)
-  task = experiment.filled_task().Instantiate()
-  batch = {
-    key: jax.ShapeDtypeStruct((6, *shape), dtype)
-    for key, (shape, dtype) in experiment.input_specs().items()
-  }
-  rng = jax.random.key(0)
-  params, model_state = partitioning.unbox(jax.eval_shape(task.boxed_init, rng))
-  for is_training in True, False:
-    loss, metrics, new_state = jax.eval_shape(
-      functools.partial(task.loss_fn, is_training=is_training),
-      *(params, model_state, batch, rng),
-    )
-    assert loss.shape == ()
-    assert {'total_loss', 'accuracy', 'acc5'} <= set(metrics)
-    assert jax.tree.map(np.shape, new_state) == jax.tree.map(
-      np.shape, model_state
-    )
