@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import functools
+import itertools
 import threading
 import traceback
 
@@ -17,21 +18,12 @@ def _frames(error):
   return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-def _threads(name):
-  return [t for t in threading.enumerate() if t.name.startswith(name)]
-
-
-def _fail(error):
-  raise error('bad')
-
-
 def test_make_async_runs_all_calls_in_order_on_one_thread():
   may_go, running, order = threading.Event(), threading.Lock(), []
 
   class Counter:
     @async_lib.make_async('worker')
     def add(self, n, *, to):
-      """Adds."""
       assert may_go.wait(TIMEOUT)
       assert running.acquire(blocking=False)
       order.append((self, n))
@@ -50,7 +42,6 @@ def test_make_async_runs_all_calls_in_order_on_one_thread():
     assert total == i + 1
     assert thread_name.startswith('worker')
   assert order == [*calls, (counters[0], 100)]
-  assert Counter.add.__doc__ == 'Adds.'
   nameless = async_lib.make_async()(functools.partial(int, '3'))
   assert nameless().result(TIMEOUT) == 3
 
@@ -144,33 +135,26 @@ def test_the_end_of_the_process_ends_all_executors_together():
   assert done.returncode == 0
 
 
-def test_py_prefetch_gives_all_elements_in_order_from_its_thread():
+@pytest.mark.parametrize('error', [None, ValueError, SystemExit])
+def test_py_prefetch_gives_what_its_thread_reads_in_order(error):
   def read(count):
     built_on = threading.current_thread().name
     for i in range(count):
       yield i, built_on, threading.current_thread().name
+    if error:
+      raise error('bad')
 
   for count, buffer_size in (0, 2), (1, 5), (100, 2), (100, 5):
     prefetched = async_lib.py_prefetch(
       lambda n=count: read(n), buffer_size, thread_name='reader'
     )
     expected = [(i, 'reader', 'reader') for i in range(count)]
-    assert list(prefetched) == expected
+    assert [*itertools.islice(prefetched, count)] == expected
+    with pytest.raises(error or StopIteration) as info:
+      next(prefetched)
+    assert _frames(info.value)[-1] == 'read' or not error
   with pytest.raises(ValueError, match='buffer_size'):
     async_lib.py_prefetch(lambda: (), buffer_size=1)
-
-
-@pytest.mark.parametrize('error', [ValueError, SystemExit])
-def test_py_prefetch_error_comes_after_the_elements_and_shows_its_origin(error):
-  def read():
-    yield from (1, 2)
-    _fail(error)
-
-  prefetched = async_lib.py_prefetch(read)
-  assert [next(prefetched) for _ in range(2)] == [1, 2]
-  with pytest.raises(error, match='bad') as info:
-    next(prefetched)
-  assert _frames(info.value)[-1] == '_fail'
 
 
 class _Endless:
@@ -199,12 +183,13 @@ def test_py_prefetch_ends_early(is_dropped, buffer_size):
     assert endless.read.acquire(timeout=TIMEOUT)
   # One is out; `buffer_size` are held.
   assert not endless.read.acquire(timeout=0.1)
-  assert _threads('early')
+  reads = lambda: 'early' in {t.name for t in threading.enumerate()}
+  assert reads()
   if is_dropped:
     del prefetched
   else:
     prefetched.close()
-  assert not _threads('early')
+  assert not reads()
   assert endless.closed.is_set()
 
 

@@ -1,12 +1,11 @@
-"""Tests of jaxline.base.debug."""
+"""Tests of jaxline.base.debug, whose settings are flags of the program."""
 
+from concurrent import futures
 import io
 import os
-import pdb
 import signal
 import sys
 import threading
-import time
 
 from absl import flags
 from absl.testing import flagsaver
@@ -21,20 +20,14 @@ from tests import processes
 
 
 @pytest.fixture
-def jit_off(monkeypatch):
-  monkeypatch.setattr(debug.settings, 'disable_pmap_jit', True)
-
-
-def test_settings_are_the_flags_of_a_program_that_parses_them_itself():
-  names = ('post_mortem', 'disable_pmap_jit', 'mode')
-  values = lambda: [getattr(debug.settings, name) for name in names]
-  before = values()
+def set_flag():
   with flagsaver.flagsaver():
-    flags.FLAGS(['x', '--jaxline_post_mortem', '--jaxline_mode=eval_test'])
-    assert values() == [True, False, 'eval_test']
-  assert values() == before
-  # Without the module that defines the flags.
-  assert debug.Settings().mode == 'eval'
+    yield lambda name, value: setattr(flags.FLAGS, f'jaxline_{name}', value)
+
+
+@pytest.fixture
+def jit_off(set_flag):
+  set_flag('disable_pmap_jit', True)
 
 
 def test_kwargs_only_refuses_positional_arguments():
@@ -44,8 +37,11 @@ def test_kwargs_only_refuses_positional_arguments():
     f(1)
 
 
-def _fail(error):
-  raise error
+def _fail(error, local='here'):
+  """Raises an error in a frame of Python's own."""
+  future = futures.Future()
+  future.set_exception(error)
+  future.result()
 
 
 class _Terminal(io.StringIO):
@@ -61,52 +57,37 @@ class _Terminal(io.StringIO):
     (True, KeyboardInterrupt, 0),
   ],
 )
-def test_post_mortem_enters_once_where_an_error_was_raised(
-  monkeypatch, is_on, error, entered
+def test_post_mortem_enters_once_in_the_users_frame(
+  is_on, error, entered, set_flag, monkeypatch, capsys
 ):
-  monkeypatch.setattr(debug.settings, 'post_mortem', is_on)
-  nested = debug.debugger_fallback(debug.debugger_fallback(_fail))
-  frames = []
-
-  def interact(self, frame, tb):
-    stack, current = self.get_stack(frame, tb)
-    frames.append(stack[current][0].f_code.co_name)
-
-  monkeypatch.setattr(pdb.Pdb, 'interaction', interact)
-  monkeypatch.setattr(sys, 'stdin', _Terminal())
+  set_flag('post_mortem', is_on)
+  fail = lambda error: _fail(error)  # One more frame of the user.
+  nested = debug.debugger_fallback(debug.debugger_fallback(fail))
   for _ in range(2):
+    monkeypatch.setattr(sys, 'stdin', _Terminal('p local, error\n'))
     with pytest.raises(error):
-      nested(error())
-  assert frames == ['_fail'] * 2 * entered
+      nested(error('bad'))
+    shown = capsys.readouterr().out
+    assert shown.count('Traceback') == entered
+    assert shown.count("('here', ValueError('bad'))") == entered
 
 
-def test_post_mortem_without_commands_lets_the_error_pass(monkeypatch):
-  monkeypatch.setattr(debug.settings, 'post_mortem', True)
-  read, write = os.pipe()  # One that stays open, without a command.
-  with open(read) as pipe, open(write, 'w'):
+def test_post_mortem_takes_commands_of_a_pipe_or_lets_the_error_pass(
+  set_flag, monkeypatch, capsys
+):
+  def fail():
+    with pytest.raises(ValueError, match='bad'):
+      debug.debugger_fallback(_fail)(ValueError('bad'))
+    return 'Traceback' in capsys.readouterr().out
+
+  set_flag('post_mortem', True)
+  read, write = os.pipe()
+  with open(read) as pipe, open(write, 'w') as commands:
     for stdin in (None, io.StringIO(), pipe):
       monkeypatch.setattr(sys, 'stdin', stdin)
-      with pytest.raises(ValueError, match='bad'):
-        debug.debugger_fallback(_fail)(ValueError('bad'))
-
-
-@pytest.mark.process
-def test_post_mortem_shows_the_error_then_the_users_frame(tmp_path):
-  (tmp_path / 'model.py').write_text("""
-import jax.numpy as jnp
-from jaxline.base import debug
-
-def loss(w, stop='here'):
-  return jnp.dot(w, jnp.ones([5]))
-
-debug.settings.post_mortem = True
-debug.debugger_fallback(loss)(jnp.ones([3, 4]))
-""")
-  done = processes.run(tmp_path / 'model.py', typed='p w.shape, stop\n')
-  assert done.returncode == 1
-  assert "((3, 4), 'here')" in done.stdout
-  assert done.stdout.count('TypeError: ') == 1
-  assert done.stderr.count('TypeError: ') == 1
+      assert not fail()
+    print('q', file=commands, flush=True)
+    assert fail()
 
 
 @pytest.mark.process
@@ -121,18 +102,20 @@ with preemption.Watch() as watch, watch.training():
   fail()
   print('noted', watch.reached(1))
 """
+
+  def wait_for(text):
+    while text not in (line := process.stdout.readline()):
+      assert line, process.stderr.read()
+
   with processes.started('-c', program) as process:
     print('p 1', file=process.stdin, flush=True)  # It starts with a command.
-    while '(Pdb)' not in (line := process.stdout.readline()):
-      assert line, process.stderr.read()
-    time.sleep(0.5)
+    wait_for('(Pdb)')
     for _ in range(2):
       process.send_signal(signal.SIGINT)
-      time.sleep(0.2)
+      wait_for('--KeyboardInterrupt--')
     done = processes.end(process, 'c\n')
   assert done.returncode == 0, done.stderr
   assert 'noted False' in done.stdout
-  assert done.stdout.count('--KeyboardInterrupt--') == 2
 
 
 # What `_loss` saw: the value as Python sees it, and which way an `if` went.

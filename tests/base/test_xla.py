@@ -12,11 +12,6 @@ from jaxline.base import xla
 
 DEFAULTS = base_config.get_base_config().xla.to_dict()
 SCHEDULER = 'xla_gpu_enable_latency_hiding_scheduler'
-COMMAND_BUFFER = 'xla_gpu_enable_command_buffer'
-
-
-def options(**changed):
-  return DEFAULTS | changed
 
 
 def test_a_recorded_flag_names_no_place():
@@ -37,7 +32,7 @@ def test_a_recorded_flag_names_no_place():
   places = dict.fromkeys(names.split(), 1)
   places |= {'xla_a': '/x', 'xla_b': '1 --xla_dump_to=x', 'xla_c': ('x',)}
   places['xla_d=1 --xla_dump_to'] = 'x'
-  recorded = config_dict.ConfigDict(options(flags=kept | places))
+  recorded = config_dict.ConfigDict(DEFAULTS | {'flags': kept | places})
   assert {*xla.drop_places(recorded)} == {*places}
   assert recorded.flags.to_dict() == kept
 
@@ -47,32 +42,26 @@ def apply(monkeypatch):
   """Applies some keys; returns the lines that are logged."""
 
   def apply(has_started=False, **changed):
-    return xla.apply(options(**changed), has_started=has_started)
+    return xla.apply(DEFAULTS | changed, has_started=has_started)
 
   for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS'):
     monkeypatch.setenv(name, '')
   return apply
 
 
-@pytest.mark.parametrize(
-  ('changed', 'flags', 'tpu_flags'),
-  [
-    ({'pgle_save': 'a.pb'}, f'--{SCHEDULER}=true --{COMMAND_BUFFER}=', ''),
-    (
-      {
-        'latency_hiding_scheduler': True,
-        'flags': {f'--{SCHEDULER}': False, 'xla_dump_to': '/x'},
-        'tpu_flags': {'xla_tpu_x': 3},
-      },
-      f'--{SCHEDULER}=false --xla_dump_to=/x',
-      '--xla_tpu_enable_latency_hiding_scheduler=true --xla_tpu_x=3',
-    ),
-  ],
-)
-def test_the_flags_of_each_key(changed, flags, tpu_flags, apply):
-  apply(**changed)
-  assert os.environ['XLA_FLAGS'] == flags
-  assert os.environ['LIBTPU_INIT_ARGS'] == tpu_flags
+def test_the_flags_of_each_key(apply):
+  apply(
+    latency_hiding_scheduler=False,
+    pgle_save='a.pb',  # It needs the scheduler on GPUs.
+    flags={'xla_dump_to': '/x'},
+    tpu_flags={'xla_tpu_x': 3},
+  )
+  assert os.environ['XLA_FLAGS'] == (
+    f'--{SCHEDULER}=true --xla_gpu_enable_command_buffer= --xla_dump_to=/x'
+  )
+  assert os.environ['LIBTPU_INIT_ARGS'] == (
+    '--xla_tpu_enable_latency_hiding_scheduler=false --xla_tpu_x=3'
+  )
 
 
 def test_the_place_of_a_profile_is_absolute(tmp_path, monkeypatch, apply):
@@ -81,8 +70,11 @@ def test_the_place_of_a_profile_is_absolute(tmp_path, monkeypatch, apply):
   with pytest.raises(errors.UsageError, match='pgle_profile'):
     apply(pgle_profile='a.pb')
   (tmp_path / 'a.pb').touch()
-  apply(pgle_profile='a.pb')
-  assert os.environ['XLA_FLAGS'].endswith(f'={tmp_path}/a.pb')
+  apply(pgle_profile='a.pb', flags={f'--{SCHEDULER}': False})
+  assert os.environ['XLA_FLAGS'] == (
+    f'--{SCHEDULER}=false --xla_gpu_pgle_profile_file_or_directory_path='
+    f'{tmp_path}/a.pb'
+  )
 
 
 def test_what_the_shell_gives_stays_and_nothing_changes_later(

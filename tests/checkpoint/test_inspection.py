@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxline.checkpoint import durable
+from jaxline.checkpoint import contents
 from jaxline.checkpoint import inspection
 from tests import checkpoints as lib
 from tests import processes
@@ -19,47 +18,33 @@ from tests import processes
 W = np.float32([[1, 2], [3, 4]])
 
 
-def experiment(w=W):
-  """Holds arrays below `state`, and what it is told to besides."""
-  params = {'w': jnp.asarray(w), 'file': jnp.ones([3], jnp.bfloat16)}
-  note = {'text': 'hello', 'of': (1, math.inf)}
-  state = {'params': params, 'n': jnp.int32(7)}
-  return lib.PerDevice({'state': state}, {'note': note})
+def record(step, kind='scalars', **values):
+  return json.dumps({'step': step, 'time': 1.0, 'kind': kind, **values})
 
 
-def save(directory, *steps, live=None, **more):
-  """Saves checkpoints as a run does, and returns its directory."""
-  config = lib.make_config(directory)
-  checkpointer = durable.DurableCheckpointer(config, 'train')
-  lib.save(checkpointer, live or experiment(), *steps, **more)
-  checkpointer.close()
-  return directory
-
-
-@pytest.fixture(scope='module')
-def saved(tmp_path_factory):
-  """A run with latest 2, 4 and best 2; only to be read."""
-  run = save(tmp_path_factory.mktemp('runs') / 'a', 2, 4)
-  best = {'best_eval_metric_value': 0.25, 'best_model_eval_metric': 'loss'}
-  save(run, 2, series='best', **best)
-  for mode, step, name, value in (
-    ('train', 2, 'loss', 0.5), ('train', 2, 'zeta', 1), ('train', 3, 'loss', 0),
-    ('eval', 4, 'loss', 'NaN'),
-  ):  # fmt: skip
-    (run / mode).mkdir(exist_ok=True)
-    line = {'step': step, 'time': 1.0, 'kind': 'scalars', name: value}
-    with (run / mode / 'metrics.jsonl').open('a') as log:
-      log.write(json.dumps(line) + '\n')
-  text = {'step': 4, 'time': 1.0, 'kind': 'texts', 'loss': 'no scalar'}
-  with (run / 'train' / 'metrics.jsonl').open('a') as log:
-    log.write(json.dumps(text) + '\n{"step": 4, "ti')
-  return run
+LOGS = {
+  'train': [
+    *(record(2, loss=0.5), record(2, zeta=1), record(3, loss=0)),
+    *(record(4, 'texts', loss='no scalar'), '{"step": 4, "ti'),
+  ],
+  'eval': [record(4, loss='NaN')],
+}
 
 
 @pytest.fixture
-def run(saved, tmp_path):
-  """A copy of `saved` that a test may change."""
-  return shutil.copytree(saved, tmp_path / 'a')
+def run(open_run, tmp_path):
+  """A run with latest 2, 4 and best 2, whose arrays are below `state`."""
+  params = {'w': jnp.asarray(W), 'file': jnp.ones([3], jnp.bfloat16)}
+  state = {'params': params, 'n': jnp.int32(7)}
+  note = {'text': 'hello', 'of': (1, math.inf)}
+  live = lib.PerDevice({'state': state}, {'note': note})
+  checkpointer, run = open_run(), tmp_path / 'run'
+  lib.save(checkpointer, live, 2, 4)
+  lib.save_best(checkpointer, live, 2, 0.25)
+  for mode, lines in LOGS.items():
+    (run / mode).mkdir()
+    (run / mode / 'metrics.jsonl').write_text('\n'.join(lines))
+  return run
 
 
 @pytest.fixture
@@ -91,8 +76,8 @@ def test_ls_lists_series_steps_and_metrics(call, run):
   assert row['bytes'] == sum(p.stat().st_size for p in parts)
 
 
-def test_show_tells_arrays_and_values(call, saved):
-  status, out, err = call('show', f'{saved}:2')
+def test_show_tells_arrays_and_values(call, run):
+  status, out, err = call('show', f'{run}:2')
   assert (status, err) == (0, '')
   rows = [line.split() for line in out.splitlines()]
   for row in (
@@ -108,21 +93,33 @@ def test_show_tells_arrays_and_values(call, saved):
   assert 'hello' in out
 
 
-def test_places(saved, tmp_path, monkeypatch):
+def test_places(run, open_run, tmp_path, monkeypatch):
   for where in ('', '/', '/checkpoints', '/checkpoints/latest:4', ':4'):
-    found = inspection.find(f'{saved}{where}')
-    assert found.name == f'{saved}/checkpoints/latest/4'
-  best = saved / 'checkpoints' / 'best'
+    found = inspection.find(f'{run}{where}')
+    assert found.name == f'{run}/checkpoints/latest/4'
+  best = run / 'checkpoints' / 'best'
   for where in (best, f'{best}:2', f'{best}/'):
     assert inspection.find(where).name == f'{best}/2'
-  monkeypatch.chdir(saved)
+  monkeypatch.chdir(run)
   assert inspection.find('.').record['step'] == 4
   # A run whose directory is named like a part of one.
-  for run in (tmp_path / 'checkpoints', tmp_path / 'checkpoints' / 'one'):
-    save(run, 7)
-    for where in (run, run / 'checkpoints' / 'latest'):
+  for other in (tmp_path / 'checkpoints', tmp_path / 'checkpoints' / 'one'):
+    lib.save(open_run(directory=other), lib.weights(), 7)
+    for where in (other, other / 'checkpoints' / 'latest'):
       found = inspection.find(where)
-      assert found.name == f'{run}/checkpoints/latest/7'
+      assert found.name == f'{other}/checkpoints/latest/7'
+
+
+def test_the_average_counts_after_the_first_step(open_run):
+  state = {
+    'params': {'w': jnp.ones(1)},
+    'model_state': {'ema': {'w': jnp.ones(1)}},
+  }
+  checkpointer = open_run()
+  lib.save(checkpointer, lib.PerDevice({'state': state}, {}), 0, 1)
+  for step, weights in (0, contents.PARAMS), (1, contents.AVERAGED):
+    found = inspection.find(f'{checkpointer.directory.run}:{step}')
+    assert found.weights() == weights
 
 
 def test_verify_names_the_damaged_part_and_changes_nothing(call, run):
@@ -149,7 +146,7 @@ def test_export_verifies_what_it_reads(call, run, tmp_path):
   assert text.startswith('2 arrays, ')
   want = {'w': W, 'file': np.ones(3, ml_dtypes.bfloat16)}
   lib.assert_same(safetensors.numpy.load_file(out), want)
-  assert sorted(os.listdir(tmp_path)) == ['a', out.name]
+  assert sorted(os.listdir(tmp_path)) == ['run', out.name]
   lib.flip(lib.part_of(run, 'state/params/w', 4))
   status, _, err = call('export', run, other := tmp_path / 'other.safetensors')
   assert status == 2
@@ -172,8 +169,8 @@ def test_export_verifies_what_it_reads(call, run, tmp_path):
     (['export', '{run}', '{run}/train/metrics.jsonl'], 'already exists'),
   ],
 )
-def test_errors_are_one_line(call, saved, tmp_path, argv, message):
-  argv = [x.replace('{run}', f'{saved}') for x in argv]
+def test_errors_are_one_line(call, run, tmp_path, argv, message):
+  argv = [x.replace('{run}', f'{run}') for x in argv]
   status, out, err = call(*(x.replace('{tmp}', f'{tmp_path}') for x in argv))
   assert (status, out) == (2, '')
   assert message in err
@@ -181,9 +178,9 @@ def test_errors_are_one_line(call, saved, tmp_path, argv, message):
 
 
 @pytest.mark.process
-def test_the_program(saved):
+def test_the_program(run):
   # Not asked for: the program itself keeps away from accelerators.
-  argv = '-m', 'jaxline.checkpoint', 'verify', saved
+  argv = '-m', 'jaxline.checkpoint', 'verify', run
   out = processes.run(*argv, JAX_PLATFORMS='cuda')
   assert (out.returncode, out.stderr) == (0, '')
   assert out.stdout.startswith('latest/2  ok\n')

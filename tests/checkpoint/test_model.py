@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from jaxline import base_config
 from jaxline import experiment
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import manifests as manifests_lib
-from jaxline.compat import dictionary
 from jaxline.run_directory import store
 from tests import checkpoints
 from tests import remains
@@ -53,12 +51,12 @@ def opened(
   run_dir: pathlib.Path, mode: str, kept: int = KEPT, every: Any = EVERY
 ) -> Any:
   """Returns a checkpointer of a new process, with its live state."""
-  config = base_config.get_base_config()
-  config.checkpoint_dir = str(run_dir)
-  config.max_checkpoints_to_keep = kept
-  config.max_best_checkpoints_to_keep = 1
-  config.keep_checkpoint_every_steps = every
-  dictionary.forget_published()
+  config = checkpoints.make_config(
+    run_dir,
+    max_checkpoints_to_keep=kept,
+    max_best_checkpoints_to_keep=1,
+    keep_checkpoint_every_steps=every,
+  )
   made = durable.DurableCheckpointer(config, mode)
   state = made.get_experiment_state('latest')
   state.global_step, state.experiment_module = 0, Experiment()
@@ -75,6 +73,8 @@ class Machine(stateful.RuleBasedStateMachine):
     left: data of such a manifest that retention has removed since.
     best: step and value of the best, None without one.
     evaluated: the checkpoints that are evaluated, as (step, value).
+    done: the steps that this evaluation knows to be evaluated; they may have
+      been made anew since.
   """
 
   def __init__(self) -> None:
@@ -82,8 +82,6 @@ class Machine(stateful.RuleBasedStateMachine):
     self.run_dir = pathlib.Path(
       tempfile.mkdtemp(dir=os.environ.get('PYTEST_DEBUG_TEMPROOT'))
     )
-    self.patch = pytest.MonkeyPatch()
-    self.patch.setattr('jaxline.utils.GLOBAL_CHECKPOINT_DICT', {})
     self.latest: dict[int, float] = {}
     self.damaged: set[int] = set()
     self.protected: dict[int, str] = {}
@@ -100,7 +98,6 @@ class Machine(stateful.RuleBasedStateMachine):
   def teardown(self) -> None:
     self.training.close()
     self.evaluation.close()
-    self.patch.undo()
     shutil.rmtree(self.run_dir)
 
   def _whole(self) -> list[int]:
@@ -204,16 +201,16 @@ class Machine(stateful.RuleBasedStateMachine):
       self.evaluation.close()
     self.evaluation = opened(self.run_dir, 'eval')
     self.restore_next = self.evaluation.follow('latest')
+    self.done = {step for step, _ in self.evaluated}
 
   @stateful.rule(is_best=st.booleans(), is_pure=st.booleans())
   def evaluate(self, is_best: bool, is_pure: bool = True) -> None:
-    done = set(self.evaluated)
     expected = [
       (s, self.latest[s])
       for s in self._whole()
-      if (s, self.latest[s]) not in done
+      if (s, self.latest[s]) not in self.evaluated
     ]
-    assert self.restore_next(()) == bool(expected)
+    assert self.restore_next(self.done) == bool(expected)
     if not expected:
       return
     state = self.evaluation.get_experiment_state('latest')
@@ -228,6 +225,7 @@ class Machine(stateful.RuleBasedStateMachine):
     self.evaluation.wait_for_checkpointing_to_finish()
     checkpoints.note(self.evaluation, step, math.pi, {})
     self.evaluated.append(expected[0])
+    self.done.add(step)
 
   @stateful.invariant()
   def holds(self) -> None:
@@ -277,9 +275,11 @@ def test_steps_are_made_anew_beside_an_evaluation() -> None:
 
 # An evaluation that stops between any two operations of the store.
 
+NEVER = 1 << 30
+
 
 def evaluate_beside(
-  run_dir: pathlib.Path, stop_at: int, pause_at: int = 0
+  run_dir: pathlib.Path, stop_at: int, pause_at: int = NEVER
 ) -> tuple[int, int]:
   """Evaluates; at one of its operations a training saves beside it.
 
@@ -287,7 +287,7 @@ def evaluate_beside(
     run_dir: a new directory.
     stop_at: the number of the evaluation's operation.
     pause_at: that of the training's operation before which it waits until a
-      checkpoint is evaluated; 0 saves three times without waiting.
+      checkpoint is evaluated.
 
   Returns:
     How many operations of each there were.
@@ -297,26 +297,24 @@ def evaluate_beside(
   saving: list[futures.Future[None]] = []
   training: Any = None
 
-  def save(times: int = 1) -> None:
+  def save() -> None:
     nonlocal training
     training = training or opened(run_dir, 'train', kept=1, every=None)
     state = training.get_experiment_state('latest')
-    for _ in range(times):
-      state.global_step += 1
-      state.experiment_module.value = float(state.global_step)
-      training.save('latest')
-      training.wait_for_checkpointing_to_finish()
+    state.global_step += 1
+    state.experiment_module.value = float(state.global_step)
+    training.save('latest')
+    training.wait_for_checkpointing_to_finish()
     assert remains.newest(run_dir, 'best') in best[-2:]  # And it is whole.
 
   def before_operation() -> None:
     nonlocal counted
-    who = counted
-    if not who:
+    if not (who := counted):
       return
     counts[who] += 1
     if who == 'evaluation' and counts[who] == stop_at:
-      counted = 'training' if pause_at else ''
-      saving.append(thread.submit(save, 1 if pause_at else 3))
+      counted = 'training'
+      saving.append(thread.submit(save))
       saving[0].add_done_callback(lambda _: paused.set())
       assert paused.wait(60)
       counted = ''
@@ -355,7 +353,7 @@ def evaluate_beside(
       evaluation.wait_for_checkpointing_to_finish()
       checkpoints.note(evaluation, state.global_step, 1.0, {})
       counted = ''
-      if pause_at and not resumed.is_set():
+      if saving and not saving[0].done():
         evaluation.close()  # It drops its mark.
         evaluation = opened(run_dir, 'eval')
         restore_next = evaluation.follow('latest')
@@ -378,29 +376,25 @@ def evaluate_beside(
 
 
 # A sample of the operations: all of them take minutes.
-@pytest.mark.parametrize('every', [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_training_beside_any_operation_of_an_evaluation(
-  every: int, tmp_path: pathlib.Path
-) -> None:
-  count, _ = evaluate_beside(tmp_path / '0', 0)
-  assert count > 30
-  for stop_at in range(1, count + 1, every):
-    evaluate_beside(tmp_path / str(stop_at), stop_at)
-
-
 @pytest.mark.parametrize(
-  'every',
+  ('pauses', 'every'),
   [
-    pytest.param(7, marks=pytest.mark.process),
-    pytest.param(1, marks=pytest.mark.slow),
+    (False, 5),
+    pytest.param(False, 1, marks=pytest.mark.slow),
+    pytest.param(True, 7, marks=pytest.mark.process),
+    pytest.param(True, 1, marks=pytest.mark.slow),
   ],
 )
-def test_both_stop_between_any_operations(
-  every: int, tmp_path: pathlib.Path
+def test_training_beside_any_operation_of_an_evaluation(
+  pauses: bool, every: int, tmp_path: pathlib.Path
 ) -> None:
-  """The evaluation before it has read; the training before it has collected."""
-  _, count = evaluate_beside(tmp_path / '0', 1, 1 << 30)
-  assert count > 10
-  places = itertools.product(range(1, 13), range(1, count + 1))
+  """Training saves meanwhile; or, if it pauses, begins to and ends later."""
+  count, _ = evaluate_beside(tmp_path / 'none', 0)
+  _, saves = evaluate_beside(tmp_path / 'first', 1)
+  assert count > 30
+  assert saves > 10
+  places = itertools.product(range(1, count + 1), [NEVER])
+  if pauses:  # The evaluation stops before it has read.
+    places = itertools.product(range(1, 13), range(1, saves + 1))
   for stop_at, pause_at in itertools.islice(places, 0, None, every):
     evaluate_beside(tmp_path / f'{stop_at}.{pause_at}', stop_at, pause_at)

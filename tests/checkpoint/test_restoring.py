@@ -78,6 +78,10 @@ def test_what_the_experiment_declares_may_change(open_run):
   other.close()
   with pytest.raises(restoring.ConfigChangedError, match='eval_batches'):
     open_run(**changed).check_config()
+  # Its name only begins like one that is declared.
+  other = open_run(**_own(eval_batches=3, decode_seed=1))
+  with pytest.raises(restoring.ConfigChangedError, match='decode_seed'):
+    other.check_config(Declares)
 
 
 def test_a_key_that_is_new_has_its_default(open_run):
@@ -100,14 +104,16 @@ def test_a_key_that_is_new_has_its_default(open_run):
 
 
 def test_another_config_is_refused_by_its_keys(open_run, tmp_path):
-  first = open_run(**_kwargs(net=SAME | {'old': 1}))
+  first = open_run(experiment_class='a:A', **_kwargs(net=SAME | {'old': 1}))
   lib.save(first, lib.weights(1))
   first.close()
   other = open_run(random_seed=43, training_steps=7, mesh={'ici': {'data': 1}},
+    experiment_class='b:B',
     **_kwargs(net=SAME | {'layers': 3, 'new': [1]}))  # fmt: skip
   with pytest.raises(restoring.ConfigChangedError) as e:
     other.check_config()
   assert [line for line in str(e.value).splitlines() if line[:2] == '  '] == [
+    "  config.experiment_class: 'a:A' then, 'b:B' now",
     '  config.experiment_kwargs.net.layers: 2 then, 3 now',
     "  config.experiment_kwargs.net.new: 'absent' then, [1] now",
     "  config.experiment_kwargs.net.old: 1 then, 'absent' now",
@@ -130,6 +136,7 @@ def test_what_may_change(open_run):
     training_steps=7, log_tensors_interval=3, max_checkpoints_to_keep=1,
     save_checkpoint_interval=2, on_nonfinite='skip', watchdog_secs=5.0,
     mesh={'ici': {'data': 1}}, sharding='fsdp',
+    experiment_class='a:A',  # It was handed over before.
     **_kwargs(net=SAME, f=_activation, p=after),
   )  # fmt: skip
   other.check_config()

@@ -1,4 +1,4 @@
-"""Evaluations beside training: what they read, follow and save as the best."""
+"""Evaluations beside training: what they read and save; saves that fail."""
 
 import errno
 import math
@@ -28,86 +28,37 @@ def data(run) -> list[str]:
 
 
 @pytest.mark.parametrize(
-  ('mode', 'series', 'reader', 'is_marked'),
-  [
-    ('eval', 'latest', manifests_lib.Manifests, False),
-    ('eval', 'latest', contents.Checkpoint, True),
-    ('eval_decode', 'latest', contents.Checkpoint, False),
-    ('eval', 'best', contents.Checkpoint, False),
-  ],
+  ('mode', 'series', 'want'),
+  [('eval', 'latest', 1), ('eval_decode', 'latest', 2), ('eval', 'best', 2)],
 )
 def test_what_goes_while_it_is_read(
-  mode, series, reader, is_marked, open_run, tmp_path, monkeypatch, caplog
+  mode, series, want, open_run, tmp_path, monkeypatch, caplog
 ):
   keep = {'max_checkpoints_to_keep': 1, 'max_best_checkpoints_to_keep': 1}
   writing = open_run(**keep)
   lib.save(writing, lib.weights(0), 0)
   lib.save(writing, lib.weights(1), 1, series=series)
   reading = open_run(mode)
-  # Then it leaves no mark.
+  # Then it leaves no mark, which would keep the data of `latest`.
   reading.directory.reads_only = mode == 'eval_decode'
-  original = reader.read
+  read = contents.Checkpoint.read
 
   def late(self, *args):
-    monkeypatch.setattr(reader, 'read', original)
+    monkeypatch.setattr(contents.Checkpoint, 'read', read)
     lib.save(writing, lib.weights(2), 2, series=series)  # Removes the first.
-    return original(self, *args)
+    return read(self, *args)
 
-  monkeypatch.setattr(reader, 'read', late)
+  monkeypatch.setattr(contents.Checkpoint, 'read', late)
   live = lib.weights()
   state = lib.restore(reading, live, series=series)
   assert 'Trying an earlier one' not in caplog.text  # It is gone, not damaged.
-  want = 1 if is_marked else 2
   assert (state.global_step, live.held()['n']) == (want, want)
   # Where a step is asked for there is no other one for it.
   with pytest.raises(ValueError, match='no checkpoint of step 1'):
     lib.restore(reading, lib.weights(), 1, series=series)
-  if is_marked:  # What was kept for the mark alone goes with it.
+  if want == 1:  # What was kept for the mark alone goes with it.
     lib.restore(reading, lib.weights(), 2)
     assert data(tmp_path / 'run') == [lib.data_of(tmp_path / 'run', 2).name]
-
-
-@pytest.mark.parametrize('url', ['gs'], indirect=True)
-def test_each_checkpoint_is_evaluated_once(url, open_run):
-  training, evaluation = (open_run(x, url) for x in ('train', 'eval'))
-  training.begin(0)
-  restore_next, live = evaluation.follow('latest'), lib.weights()
-  state, done = lib.fill(evaluation, live), []
-
-  def follow():
-    followed = []
-    while restore_next(done):
-      followed.append((state.global_step, live.held()['n']))
-      done.append(state.global_step)
-      lib.note(evaluation, state.global_step, None, {})
-    return followed
-
-  assert follow() == []
-  for n in (2, 4, 6):
-    lib.save(training, lib.weights(n), n)
-  assert follow() == [(2, 2), (4, 4), (6, 6)]
-  assert follow() == []
-  lib.save(training, lib.weights(8), 8)
-  training._manifests.store.write('latest/8.json', b'{')
-  assert follow() == []  # It is damaged.
-  training.close()
-  # A step that is made anew has other data.
-  again = open_run('train', url)
-  lib.restore(again, lib.weights(), 4)
-  again.begin(4)
-  lib.save(again, lib.weights(66), 6)
-  assert follow() == [(6, 66)]
-  again.begin(4)  # At the same step.
-  lib.save(again, lib.weights(77), 6)
-  assert follow() == [(6, 77)]
-  evaluation.close()
-  # Another process goes on where this one ended.
-  evaluation, done = open_run('eval', url), []
-  restore_next, live = evaluation.follow('latest'), lib.weights()
-  state = lib.fill(evaluation, live)
-  assert follow() == []
-  lib.save(again, lib.weights(7), 7)
-  assert follow() == [(7, 7)]
 
 
 def test_the_best_names_the_same_data(copied, open_run):
@@ -173,20 +124,7 @@ def test_the_last_best_counts_of_whichever_step_it_is(
   assert inspection.find(tmp_path / 'run/checkpoints/best').step == 2
 
 
-def test_the_best_of_two_evaluations(open_run):
-  lib.save(open_run(), lib.weights(1), 1)
-  first, second = open_run('eval'), open_run('eval_more')
-  for evaluation in (first, second):
-    lib.restore(evaluation, lib.weights())
-  lib.save_best(first, lib.weights(), 1, 0.5)
-  for _ in range(2):  # It has not got it by asking.
-    with pytest.raises(owner.ClaimedError, match='best_model_eval_metric'):
-      lib.save_best(second, lib.weights(), 1, 0.7)
-  first.close()
-  lib.save_best(second, lib.weights(), 1, 0.7)
-
-
-@pytest.mark.parametrize('place', ['logs', 'arrays', 'manifest', 'retire'])
+@pytest.mark.parametrize('place', ['arrays', 'manifest', 'retire'])
 def test_a_failed_save_is_raised_and_loses_nothing(
   place, open_run, tmp_path, monkeypatch
 ):
@@ -196,14 +134,11 @@ def test_a_failed_save_is_raised_and_loses_nothing(
   def fails(*args, **kwargs):
     raise OSError(errno.ENOSPC, 'No space left on device')
 
-  if place == 'logs':
-    lib.at_flush(first, fails)
-  else:
-    monkeypatch.setattr(*{
-      'arrays': (store_lib.Disk, 'write_part'),
-      'manifest': (manifests_lib.Manifests, 'write'),
-      'retire': (manifests_lib, 'steps_to_delete'),
-    }[place], fails)  # fmt: skip
+  monkeypatch.setattr(*{
+    'arrays': (store_lib.Disk, 'write_part'),
+    'manifest': (manifests_lib.Manifests, 'write'),
+    'retire': (manifests_lib, 'steps_to_delete'),
+  }[place], fails)  # fmt: skip
   lib.fill(first, lib.weights(2), 6)
   first.save('latest')
   for attempt in (

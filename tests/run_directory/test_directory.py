@@ -1,4 +1,4 @@
-"""Notes of a run: which evaluations there were, and that it has ended."""
+"""Notes of evaluations and of the end; more in checkpoint/test_model.py."""
 
 import pytest
 
@@ -9,22 +9,18 @@ from tests import checkpoints as lib
 
 def test_what_was_evaluated_is_noted_per_mode(open_run, tmp_path):
   training, evaluation = open_run(), open_run('eval')
-  assert evaluation.directory.evaluated() == []
-  lib.save(training, lib.weights(1), 3, 5, 9)
+  lib.save(training, lib.weights(1), 3, 5)
   log = str(tmp_path / 'run' / 'eval' / 'metrics.jsonl')
   for step, value in ((3, 0.5), (5, None)):
     lib.restore(evaluation, lib.weights(), step)
     lib.note(evaluation, step, value, {log: step})
-  noted = open_run('eval').directory.evaluated()
-  assert [x[:3] for x in noted] == [(3, '', 0.5), (5, '', None)]
-  assert [x.lengths for x in noted] == [{log: 3}, {log: 5}]
-  assert noted[0].data == lib.data_of(tmp_path / 'run', 3).name
-  assert open_run('eval_other').directory.evaluated() == []
-  training.begin(3)  # It was set back, or killed before a save.
-  assert [x.step for x in evaluation.directory.evaluated()] == [3]
-  lib.note(evaluation, 5, None, {})
   lib.note(training, 9, None, {})  # By train_and_eval: its mode is 'eval'.
-  assert [x.step for x in evaluation.directory.evaluated()] == [3, 5, 9]
+  assert open_run('eval').directory.evaluated() == [
+    (3, '', 0.5, lib.data_of(tmp_path / 'run', 3).name, {log: 3}),
+    (5, '', None, lib.data_of(tmp_path / 'run', 5).name, {log: 5}),
+    (9, '', None, '', {}),
+  ]
+  assert open_run('eval_other').directory.evaluated() == []
   note = tmp_path / 'run' / 'checkpoints' / 'evaluated' / 'eval.json'
   whole = note.read_text()
   for damage in ('[]', '{', '{"evaluated": 5}', whole.replace('9', '8')):

@@ -23,21 +23,6 @@ def claim_elsewhere(directory) -> str:
   return processes.run('-c', code.format(directory)).stderr
 
 
-def test_one_claim_in_this_process_and_all_others(tmp_path):
-  claim = owner.Claim(tmp_path, 'train')
-  with pytest.raises(owner.ClaimedError, match='in use'):
-    owner.Claim(tmp_path / '.', 'train')
-  # The refusal did not give the lock back.
-  assert 'ClaimedError' in claim_elsewhere(tmp_path)
-  claim.check()
-  owner.Claim(tmp_path, 'eval').release()
-  claim.release()
-  claim.release()
-  assert claim_elsewhere(tmp_path) == ''
-  with owner.Claim(tmp_path, 'train'):
-    pass
-
-
 def test_a_claim_without_locks_warns(tmp_path, monkeypatch, caplog):
   def lockf(*args):
     raise OSError(number, os.strerror(number))
@@ -58,12 +43,16 @@ def test_a_claim_without_locks_warns(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*')
-def test_a_forked_child_has_no_part_in_it(tmp_path):
-  claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'eval'))
+def test_one_claim_in_this_process_its_children_and_all_others(tmp_path):
+  claim, other = (owner.Claim(tmp_path, what) for what in ('train', 'best'))
+  for what, key in ('train', 'checkpoint_dir'), ('best', 'best_model_eval'):
+    for _ in range(2):  # It has not got it by asking.
+      with pytest.raises(owner.ClaimedError, match=f'in use.*{key}'):
+        owner.Claim(tmp_path / '.', what)
   ours, theirs = multiprocessing.Pipe()
   child = os.fork()
   if not child:
-    for what in ('train', 'eval'):
+    for what in ('train', 'best'):
       try:
         owner.Claim(tmp_path, what)
         theirs.send('claimed')
@@ -73,8 +62,10 @@ def test_a_forked_child_has_no_part_in_it(tmp_path):
       theirs.recv()
     os._exit(0)
   assert ours.recv() == 'in use'
+  # Neither a refusal nor the child has given the lock back.
   assert 'ClaimedError' in claim_elsewhere(tmp_path)
-  for mine in (claim, other):
+  claim.check()
+  for mine in (claim, claim, other):
     mine.release()
   owner.Claim(tmp_path, 'train').release()
   assert claim_elsewhere(tmp_path) == ''
@@ -109,59 +100,43 @@ BUCKETS = pytest.mark.parametrize('url', ['gs'], indirect=True)
 
 
 @BUCKETS
-def test_who_gives_no_sign_of_life_loses_the_claim(
-  url, clock, another, monkeypatch
+@pytest.mark.parametrize('is_deleted', [False, True])
+def test_what_a_dead_process_had_is_taken_over(
+  is_deleted, url, clock, another, monkeypatch, caplog
 ):
-  older, start, signs = owner.Claim(url, 'train'), clock.now, []
-  sign = lambda: signs.append(clock.now)
-  monkeypatch.setattr(owner.watchdog, 'report_progress', sign)
-  older.check()
-  with pytest.raises(owner.ClaimedError):
-    owner.Claim(url, 'train')
-  best, unaware = owner.Claim(url, 'best'), owner.Claim(url, 'eval')
-  another()
-  newer = owner.Claim(url, 'train')
-  assert 0 <= clock.now - start - owner.STALE_SECS <= owner._LOOK_SECS
-  assert len(signs) >= owner.STALE_SECS / owner._LOOK_SECS
-  for _ in range(2):
-    with pytest.raises(owner.LostClaimError, match='taken over'):
-      older.check()
-    newer.check()
-  newest = owner.Claim(url, 'eval')
-  for claim in older, unaware:
-    claim.release()
-  for claim in newer, newest:
-    claim.check()  # It is still there.
-  # That the process is dead is known: nobody waits for its other rights.
-  start = clock.now
-  owner.Claim(url, 'best').release()
-  assert clock.now == start
-  for claim in (best, newer, newest):
-    claim.release()
-
-
-@BUCKETS
-def test_the_object_that_is_named_ends_all_waits(url, clock, another, caplog):
+  """After a while without a sign of life, or when its object is deleted."""
   older = [owner.Claim(url, x) for x in ('train', 'eval', 'latest', 'best')]
   another()
-  start, store = clock.now, store_lib.at(url)
+  start, store, signs = clock.now, store_lib.at(url), []
+  sign = lambda: signs.append(clock.now)
+  monkeypatch.setattr(owner.watchdog, 'report_progress', sign)
 
   def delete_what_is_named():
     (line,) = (x for x in caplog.messages if 'delete this object' in x)
     store.delete(line.partition(': ')[0].removeprefix(f'{url}/'))
 
-  clock.at_sleep = delete_what_is_named
-  # In another order: an evaluation may be the first that goes on.
+  if is_deleted:
+    clock.at_sleep = delete_what_is_named
+  # In another order: an evaluation may be the first that goes on. Then it is
+  # known that the process is dead, and nobody waits again.
   newer = [owner.Claim(url, x) for x in ('best', 'train', 'latest', 'eval')]
-  assert clock.now - start == owner._LOOK_SECS
-  for claim in newer[::-1]:
-    claim.check()
+  waited = clock.now - start
+  assert waited == (owner._LOOK_SECS if is_deleted else owner.STALE_SECS)
+  assert len(signs) == waited / owner._LOOK_SECS
+  older.pop().release()  # It does not know of its loss.
+  lost = lambda: pytest.raises(owner.LostClaimError, match='taken over')
+  for claim in older:
+    with lost():
+      claim.check()
+  for claim in older[1:]:
+    claim.release()
+  for claim in newer:
+    claim.check()  # It is still there.
     claim.release()
   assert store.names('checkpoints/claims') == []
-  for claim in older:  # Also what was taken and given back is lost.
-    with pytest.raises(owner.LostClaimError, match='taken over'):
-      claim.check()
-    claim.release()
+  with lost():  # Also what was taken and given back.
+    older[0].check()
+  older[0].release()
 
 
 @BUCKETS

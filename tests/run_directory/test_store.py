@@ -1,4 +1,4 @@
-"""Tests of jaxline.run_directory.store: bytes by key, on a disk, in buckets."""
+"""Tests of jaxline.run_directory.store; power losses are in test_resume.py."""
 
 from concurrent import futures
 import errno
@@ -145,29 +145,6 @@ def test_an_answer_that_was_lost(url, gs, impatient):
     gs.fail_next(1, 503, applied=True)
     version = store.write('a', value, expected)
     assert store.versioned('a') == (value, version)
-
-
-def test_a_value_is_on_the_disk_with_its_name(tmp_path, monkeypatch):
-  happened = []  # What was synced and renamed, relative to `tmp_path`.
-
-  def fsync(fd):
-    path = os.readlink(f'/proc/self/fd/{fd}')
-    happened.append(('sync', os.path.relpath(path, tmp_path)))
-
-  def replace(a, b, replace=os.replace):
-    replace(a, b)
-    happened.append(('rename', os.path.relpath(b, tmp_path)))
-
-  monkeypatch.setattr(os, 'fsync', fsync)
-  monkeypatch.setattr(os, 'replace', replace)
-  store = store_lib.at(tmp_path)
-  monkeypatch.setattr(disk.secrets, 'token_hex', lambda size: '0')
-  store.write('a/b/c', b'1')
-  partial = 'a/b/.c.0.partial'
-  assert happened == [
-    ('sync', '.'), ('sync', 'a'),  # The names of new directories.
-    ('sync', partial), ('rename', 'a/b/c'), ('sync', 'a/b')
-  ]  # fmt: skip
 
 
 def test_directories_that_cannot_be_synced(tmp_path, monkeypatch):

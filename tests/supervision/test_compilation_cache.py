@@ -1,5 +1,7 @@
 """Compiled programs that are kept for the next start."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,10 @@ pytestmark = pytest.mark.usefixtures('compiles')
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-  """The user's cache directory; every program is kept."""
+  """The folder in the user's cache directory; every program is kept."""
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   monkeypatch.setattr(compilation_cache, '_MIN_COMPILE_SECS', 0.0)
-  return tmp_path / 'cache'
+  return tmp_path / 'cache/jaxline/programs'
 
 
 @pytest.fixture
@@ -37,9 +39,9 @@ def counts(monkeypatch):
   jax.monitoring.unregister_event_listener(listen)
 
 
-def make_config(value='auto', **values):
+def make_config(**values):
   config = base_config.get_base_config()
-  config.update_from_flattened_dict({'compilation_cache': value} | values)
+  config.update_from_flattened_dict(values)
   base_config.validate_config(config)
   return config
 
@@ -48,10 +50,10 @@ def double(x):
   return jnp.sin(x) * 2
 
 
-def compiled(config):
+def compiled():
   """Compiles and runs a program as a new process would."""
   x = np.arange(5, dtype=np.float32)
-  with compilation_cache.of_run(config):
+  with compilation_cache.of_run(make_config()):
     jax.clear_caches()
     try:
       return np.asarray(jax.jit(double)(x))
@@ -59,55 +61,49 @@ def compiled(config):
       jax.clear_caches()
 
 
-def programs(directory):
-  return sorted(directory.glob('*-cache'))
-
-
 def program(directory):
   (path,) = directory.glob('jit_double-*-cache')
   return path
 
 
-@pytest.mark.parametrize('where', ['XDG_CACHE_HOME', 'HOME', 'config'])
-def test_a_program_is_kept_and_taken(
-  tmp_path, home, counts, monkeypatch, where
-):
-  value, root = 'auto', home / 'jaxline' / 'programs'
-  if where == 'config':
-    value, root = f'{tmp_path}/own', tmp_path / 'own'
-  elif where == 'HOME':
-    monkeypatch.delenv('XDG_CACHE_HOME')
-    monkeypatch.setenv('HOME', str(tmp_path))
-    root = tmp_path / '.cache' / 'jaxline' / 'programs'
-  first = compiled(make_config(value))
-  kept = counts['misses']
-  assert program(root).parent.stat().st_mode & 0o777 == 0o700
-  second = compiled(make_config(value))
-  assert counts == {'hits': kept, 'misses': kept}
-  assert first.tobytes() == second.tobytes()
-  # JAX is as it was.
-  assert jax.config.jax_compilation_cache_dir is None
-  assert home.exists() == (where == 'XDG_CACHE_HOME')
-
-
-def test_nothing_is_kept(home, counts):
-  for values in (
-    {'compilation_cache': 'off'},
+@pytest.mark.parametrize(
+  ('variables', 'values', 'folder'),
+  [
+    ({}, {}, 'cache/jaxline/programs'),
+    ({'XDG_CACHE_HOME': '', 'HOME': '{}'}, {}, '.cache/jaxline/programs'),
+    ({}, {'compilation_cache': '{}/own'}, 'own'),
+    ({}, {'compilation_cache': 'off'}, None),
     # Programs of different profiles have one key.
-    {'xla.pgle_profile': '/x.pb', 'compilation_cache': '/tmp/own'},
-  ):
-    compiled(make_config(**values))
-  assert counts == {'hits': 0, 'misses': 0}
-  assert not home.exists()
+    ({}, {'compilation_cache': '{}/own', 'xla.pgle_profile': '/x.pb'}, None),
+    # Without a directory, a run goes on.
+    ({'XDG_CACHE_HOME': '{}/file'}, {}, None),
+    ({'XDG_CACHE_HOME': '~nobody_of_that_name/x'}, {}, None),
+  ],
+)
+def test_where_programs_are_kept(
+  variables, values, folder, tmp_path, monkeypatch, caplog
+):
+  (tmp_path / 'file').write_text('in the way')
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value.format(tmp_path))
+  values = {name: value.format(tmp_path) for name, value in values.items()}
+  with compilation_cache.of_run(make_config(**values)):
+    used = jax.config.jax_compilation_cache_dir
+  assert used == (folder and f'{tmp_path}/{folder}')
+  assert jax.config.jax_compilation_cache_dir is None  # JAX is as it was.
+  if folder:
+    assert os.stat(used).st_mode & 0o777 == 0o700
+  else:
+    assert [*tmp_path.iterdir()] == [tmp_path / 'file']
+  is_told = 'No compilation cache' in caplog.text
+  assert is_told == (folder is None and not values)
 
 
 def test_what_jax_was_told_counts(tmp_path, home, monkeypatch):
-  jax.config.update('jax_compilation_cache_dir', own := str(tmp_path / 'own'))
-  try:
+  own = {'jax_compilation_cache_dir': str(tmp_path / 'own')}
+  with compilation_cache.configured(own):
     with compilation_cache.of_run(make_config()):
-      assert jax.config.jax_compilation_cache_dir == own
-  finally:
-    jax.config.update('jax_compilation_cache_dir', None)
+      assert jax.config.jax_compilation_cache_dir == str(tmp_path / 'own')
   assert not home.exists()
   name = 'jax_persistent_cache_min_compile_time_secs'
   monkeypatch.setenv(name.upper(), '7')
@@ -117,19 +113,6 @@ def test_what_jax_was_told_counts(tmp_path, home, monkeypatch):
     assert jax.config.jax_persistent_cache_enable_xla_caches == 'none'
 
 
-# What is refused, and what fails.
-
-
-def test_without_a_directory_a_run_goes_on(home, monkeypatch, caplog, counts):
-  home.write_text('in the way')
-  for folder in str(home), '~nobody_of_that_name/x':
-    monkeypatch.setenv('XDG_CACHE_HOME', folder)
-    caplog.clear()
-    compiled(make_config())
-    assert 'No compilation cache' in caplog.text
-  assert counts == {'hits': 0, 'misses': 0}
-
-
 @pytest.mark.filterwarnings('ignore:Error reading persistent compilation')
 @pytest.mark.parametrize(
   ('damage', 'was_killed'), [('flip', False), ('cut', True)]
@@ -137,20 +120,20 @@ def test_without_a_directory_a_run_goes_on(home, monkeypatch, caplog, counts):
 def test_a_damaged_entry_is_compiled_again_once(
   home, counts, caplog, damage, was_killed
 ):
-  first = compiled(make_config())
-  path = program(home / 'jaxline' / 'programs')
+  first = compiled()
+  path = program(home)
   whole = path.read_bytes()
   flipped = bytearray(whole)
   flipped[len(whole) // 2] ^= 1
   path.write_bytes(bytes(flipped) if damage == 'flip' else whole[:-100])
   if was_killed:  # Between the entry and its time.
     path.with_name(path.name.replace('-cache', '-atime')).unlink()
-  assert compiled(make_config()).tobytes() == first.tobytes()
+  assert compiled().tobytes() == first.tobytes()
   assert f'{path} is damaged' in caplog.text
   caplog.clear()
-  compiled(make_config())  # Without the entry.
+  compiled()  # Without the entry.
   counts.update(hits=0, misses=0)
-  assert compiled(make_config()).tobytes() == first.tobytes()
+  assert compiled().tobytes() == first.tobytes()
   assert counts['misses'] == 0
   assert counts['hits'] >= 1
   assert not caplog.text
@@ -158,20 +141,19 @@ def test_a_damaged_entry_is_compiled_again_once(
 
 def test_the_entries_used_least_recently_are_removed(home, monkeypatch):
   """Those of a cache, too, that JAX has filled without a limit."""
-  folder = home / 'jaxline' / 'programs'
-  compiled(make_config())
-  size = sum(path.stat().st_size for path in programs(folder))
-  old = program(folder)
-  for path in folder.glob('*-atime'):
+  compiled()
+  kept = lambda: sum(path.stat().st_size for path in home.glob('*-cache'))
+  size = kept()
+  old = program(home)
+  for path in home.glob('*-atime'):
     path.unlink()
-  notes = folder / 'notes.txt'
+  notes = home / 'notes.txt'
   notes.write_bytes(bytes(10_000))
   monkeypatch.setattr(compilation_cache, 'MAX_BYTES', size + 100)
   with compilation_cache.of_run(make_config()):
     jax.jit(lambda x: jnp.cos(x) * 3)(np.arange(5, dtype=np.float32))
   assert not old.exists()
-  left = programs(folder)
-  assert 0 < sum(path.stat().st_size for path in left) <= size + 100
+  assert 0 < kept() <= size + 100
   assert notes.exists()
 
 
@@ -206,9 +188,8 @@ def test_processes_that_do_not_share_a_cache_are_warned(
   monkeypatch.setattr(distributed, 'gather_and_decide', decide)
   of_0 = lambda name: 'programs' if is_shared else name  # It has made a file.
   monkeypatch.setattr(distributed, 'broadcast_from_process_0', of_0)
-  folder = home / 'jaxline' / 'programs'
-  (folder / 'programs').mkdir(parents=True)
+  (home / 'programs').mkdir(parents=True)
   with compilation_cache.of_run(make_config()):
     used = jax.config.jax_compilation_cache_dir
-  assert used == (str(folder) if is_shared else None)
+  assert used == (str(home) if is_shared else None)
   assert ('the processes do not share' in caplog.text) != is_shared

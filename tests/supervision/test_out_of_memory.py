@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxline import base_config
-from jaxline import experiment
 from jaxline import train
 from jaxline.supervision import out_of_memory
+from tests import toys
 from tests.experiments import regression
 
 TOO_LARGE = 1 << 46  # Elements; no address space has that.
@@ -28,20 +28,11 @@ class Evaluates(regression.Regression):
     allocate_too_much()
 
 
-class PerDevice(experiment.AbstractExperiment):
-  def __init__(self, mode, init_rng):
-    super().__init__(mode, init_rng)
-    w = jnp.zeros([jax.local_device_count(), 1024])
-    self.params = {'dense': {'w': jax.pmap(lambda x: x)(w)}}
-
-  def step(self, *, global_step, rng, writer):
-    given = self.params['dense']['w']
-    jax.jit(lambda x: x + 1, donate_argnums=0)(given)
-    assert given.is_deleted()  # It was in memory when the step failed.
+class PerDevice(toys.Toy):
+  def step(self, **unused):
+    jax.pmap(lambda x: x + 1, donate_argnums=0)(self._w)
+    assert self._w.is_deleted()  # It was in memory when the step failed.
     allocate_too_much()
-
-  def evaluate(self, *, global_step, rng, writer):
-    return {}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +40,11 @@ class PerDevice(experiment.AbstractExperiment):
   [
     (Evaluates, ['128', 'B', '_state/params/w', 'float32[8,', '4]']),
     # Two devices: half of the array is on each.
-    (PerDevice, ['4', 'KiB', 'params/dense/w', 'float32[2,', '1024]']),
+    (PerDevice, ['4', 'B', '_w', 'float32[2]']),
   ],
 )
 def test_the_largest_arrays_and_the_remedies_are_listed(cls, row):
-  config = base_config.get_base_config()
-  config.checkpointer = 'memory'
-  config.training_steps = 5
+  config = toys.make_config(checkpointer='memory')
   loop = train.Run.train_and_eval if cls is Evaluates else train.Run.train
   with pytest.raises(jax.errors.JaxRuntimeError, match='RESOURCE_EX') as e:
     loop(train.Run(cls, config))

@@ -179,9 +179,7 @@ def test_a_notice_after_the_last_step_acts_when_training_ends():
       reached += [watch.reached(4), watch.reached(5)]
     pytest.fail('It goes on.')
   assert reached == [False, True, True]
-
-
-def test_an_error_in_training_is_not_replaced_by_a_notice():
+  # It does not replace an error.
   with preemption.Watch() as watch, pytest.raises(ZeroDivisionError):
     with watch.training():
       signal.raise_signal(signal.SIGTERM)
