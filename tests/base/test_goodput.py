@@ -3,6 +3,7 @@
 import time
 import types
 
+import jax
 import pytest
 
 from jaxline import api
@@ -33,6 +34,13 @@ def since_now():
 
 
 def test_each_moment_counts_once(clock):
+  def nested():
+    clock.now += 1024  # compilation, within another one
+
+  def traced():
+    with jax.ensure_compile_time_eval():
+      jax.jit(nested)()
+
   since = since_now()
   with goodput.run():
     clock.now += 1  # start
@@ -42,6 +50,7 @@ def test_each_moment_counts_once(clock):
       clock.now += 4  # start
     with goodput.measure('steps'):
       clock.now += 8
+      jax.jit(traced)()
       with goodput.run(), goodput.measure('evaluation'):
         clock.now += 16
         with goodput.measure('checkpoints'):
@@ -54,6 +63,7 @@ def test_each_moment_counts_once(clock):
   assert since() == {
     **{'start': 5, 'restore': 2, 'steps': 136, 'input wait': 48},
     **{'checkpoints': 32, 'evaluation': 32, 'other': 256},
+    'compilation': 1024,
   }
 
 
