@@ -7,7 +7,6 @@ relative imports, neural-network libraries and an early TensorFlow.
 import ast
 from collections.abc import Iterator
 import dataclasses
-import functools
 import graphlib
 import pathlib
 
@@ -53,16 +52,9 @@ class Module:
 
   path: pathlib.Path
   name: str
-  tree: ast.Module
-
-  @functools.cached_property
-  def nodes(self) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(self.tree))
-
-  @functools.cached_property
-  def imports(self) -> tuple[tuple[ast.AST, str], ...]:
-    """Each import, also inside functions, with the module's full name."""
-    return tuple((n, name) for n in self.nodes for name in imported_by(n))
+  nodes: tuple[ast.AST, ...]
+  # Also imports inside functions, with the module's full name.
+  imports: tuple[tuple[ast.AST, str], ...]
 
   @property
   def library_imports(self) -> Iterator[tuple[ast.AST, str]]:
@@ -79,8 +71,9 @@ def parsed(*folders: str) -> list[Module]:
     if relative.parts[0] == 'jaxline':
       parts = relative.with_suffix('').parts[1:]
       name = '.'.join(part for part in parts if part != '__init__')
-    tree = ast.parse(path.read_text(encoding='utf-8'), str(relative))
-    found.append(Module(relative, name, tree))
+    nodes = tuple(ast.walk(ast.parse(path.read_text(encoding='utf-8'))))
+    imports = tuple((node, x) for node in nodes for x in imported_by(node))
+    found.append(Module(relative, name, nodes, imports))
   return found
 
 
@@ -126,14 +119,8 @@ def test_imports_go_down():
     for node, imported in module.library_imports
     if module.name and not goes_down(module.name, imported)
   )
-
-
-def test_the_house_has_at_most_eight_floors():
   assert max(FLOOR.values()) <= 8
-
-
-def test_no_module_imports_itself_through_others():
-  """`prepare` raises CycleError, which names the circle."""
+  # `prepare` raises CycleError, which names the circle.
   graph = {m.name: {name for _, name in m.library_imports} for m in LIBRARY}
   graphlib.TopologicalSorter(graph).prepare()
 
