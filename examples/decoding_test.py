@@ -233,7 +233,7 @@ def beam(prompt, size, steps, stop_ids, alpha):
   [((0,), 2, 5), ((3, 0), 2, 5), ((), None, 5), ((0,), 2, 1)],
 )
 def test_a_narrow_beam(stop_ids, positions_axis, steps):
-  size, alpha = 3, 0.8
+  size, alpha = 3, 2.0
   found = decode(
     PROMPTS,
     method='beam',

@@ -56,8 +56,7 @@ def test_the_readme_has_it_in_short(files, tmp_path):
   code = code.replace(default, f'files={files!r}')
   (tmp_path / 'yours.py').write_text(code)
   yours = runpy.run_path(str(tmp_path / 'yours.py'), run_name='yours')
-  config = minimal.get_config()
-  short = yours['get_config']()
+  config, short = minimal.get_config(), yours['get_config']()
   assert short.experiment_class == 'yours:Experiment'
   assert short.training_steps == config.training_steps
   config.experiment_kwargs.config.files = files

@@ -123,14 +123,10 @@ def test_eval_batches_fill_up_the_last_one_on_every_process():
 # The experiment.
 
 
-@pytest.mark.parametrize(
-  ('key', 'value'), [('peak_learning_rate', -1.0), ('model.num_classes', 0)]
-)
-def test_values_that_no_run_can_mean_are_refused_by_name(key, value):
+def test_a_value_that_no_run_can_mean_is_refused_by_name():
   config = image_config.get_config().experiment_kwargs.config
-  config.update_from_flattened_dict({key: value})
-  name = key.rpartition('.')[2]
-  with pytest.raises(errors.UsageError, match=f'{name} is {value}; expected'):
+  config.model.num_classes = 0
+  with pytest.raises(errors.UsageError, match='num_classes is 0; expected'):
     image_experiment.Experiment('train', jax.random.PRNGKey(0), config)
 
 

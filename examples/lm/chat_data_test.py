@@ -327,6 +327,7 @@ def test_dpo_is_the_published_formula(rank, tmp_path):
   assert 'reference' in also.abstract_state().model_state
   documents = subject.corpus.train
   batch = next(chat_input(documents, 20, length=128))
+  assert batch['weights'].sum() == pytest.approx(len(documents.names))
   loss_fn = jax.jit(subject.loss_fn, static_argnums=4)
   apply = jax.jit(model.apply, static_argnums=2)
 

@@ -162,14 +162,17 @@ def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
   with pytest.raises(ValueError, match=f'words.json.* needs at least {size}'):
     make(config, 'eval')
   kwargs.model.vocab_size = size + 1
+  # The documents that train have fewer bytes per token, or more.
+  (tmp_path / 'file0.txt').write_text('x' * 150)
   subject = make(config, 'eval')
-  key = jax.random.PRNGKey(1)
-  scalars = subject.evaluate(global_step=0, rng=key, writer=None)
-  documents = subject.corpus.eval
-  tokens = documents.tokens.size - len(documents.names)
-  assert tokens < 0.8 * documents.num_bytes
-  bits = scalars['loss'] * tokens / documents.num_bytes / np.log(2)
-  assert scalars['bits_per_byte'] == pytest.approx(bits, rel=1e-5)
+  args = subject.state.params, {}, next(subject.eval_input()), jax.random.key(1)
+  for documents, is_training in zip(subject.corpus, (True, False), strict=True):
+    _, values, _ = subject.loss_fn(*args, is_training)
+    loss, bits = (values[x].compute() for x in ('loss', 'bits_per_byte'))
+    tokens = documents.tokens.size - len(documents.names)
+    assert tokens < 0.8 * documents.num_bytes
+    expected = float(loss) * tokens / documents.num_bytes / np.log(2)
+    assert float(bits) == pytest.approx(expected, rel=1e-5)
   assert subject.sample(jax.random.PRNGKey(2)).startswith('def')
 
 

@@ -50,8 +50,7 @@ def test_rare_forms_are_read_as_transformers_5_reads_them(tmp_path):
   text = prompts.render(messages, tools=[{'é': '<'}])
   assert text == '<|endoftext|>x so [\n {\n  "é": "<"\n }\n]<x>'
   ids = prompts.encode('Hi <y> <x>').tolist()
-  names = [prompts.decode([x]) for x in ids]
-  assert names == ['H', 'i', '<y>', ' ', '<x>']
+  assert [prompts.decode([x]) for x in ids] == ['H', 'i', '<y>', ' ', '<x>']
   assert ids[2::2] == [259, 260]
   assert prompts.stop_ids == (2, 260)
 

@@ -274,8 +274,7 @@ def test_an_imported_run_decodes_trains_and_evaluates(run, tmp_path):
   loaded = jaxline.load(imported, mode='decode')
   ((continued,),) = loaded.decode(['HELLO'], jax.random.key(0))
   assert continued['tokens'] > 0
-  result = tuned(imported, tmp_path)
-  assert result.history['eval/loss'][-1, 1] > 0
+  assert tuned(imported, tmp_path).history['eval/loss'][-1, 1] > 0
   # And as the same run, from its own checkpoint of step 0.
   own = shutil.copytree(imported, tmp_path / 'own')
   as_itself = {'restore_from': None, 'on_config_change': 'continue'}
