@@ -171,6 +171,8 @@ def test_what_a_child_leaves_open_is_its_parents():
   assert float(params['two/second']['w'][0, 0]) == 2
   out = layer.apply(layer.init(KEY), X.astype(jnp.bfloat16))
   assert out.dtype == jnp.bfloat16
+  wide = p.clone().set(fprop_dtype=None).Instantiate()
+  assert wide.apply(wide.init(KEY), X).dtype == jnp.float32
   # As in Praxis, all children inherit a dtype that is not the default.
   whole = Stack.HParams(layer=Two.HParams(), dtype=jnp.bfloat16).Instantiate()
   for of in whole.abstract_init()['params'].values():

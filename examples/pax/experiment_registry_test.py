@@ -88,6 +88,10 @@ def test_a_module_elsewhere_is_imported_and_may_be_reloaded(
     importlib.import_module('my_experiments')
   with pytest.raises(experiment_registry.UnknownError):
     experiment_registry.get('my_other_experiments.Own2')
+  # What a module lacks is told.
+  path.write_text('import a_missing_module')
+  with pytest.raises(ModuleNotFoundError, match='a_missing_module'):
+    experiment_registry.get('my_experiments.Own2')
 
 
 def test_rows_of_a_fraction_a_device():

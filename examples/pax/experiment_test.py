@@ -238,6 +238,7 @@ def test_shapes_without_data_are_those_of_the_data(folder):
   assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
     k: (x.shape, x.dtype) for k, x in without.items()
   }
+  assert made.eval_input().max_batches == 16
 
 
 class _TwoSets(lm_cloud.LmCloudSpmd2BLimitSteps):

@@ -137,11 +137,12 @@ def test_decode_follows_a_run(monkeypatch, tmp_path):
   def run(command):
     step = int(command[-1].removeprefix('--config.decode.step='))
     ran.append((step, command[3:]))
-    if step == 10:  # The run continues: it removes 20, saves 30, and ends.
-      (latest / '20.json').unlink()
+    if step == 10:  # The run continues: it removes both, saves 30, and ends.
+      for removed in latest.iterdir():
+        removed.unlink()
       (latest / '30.json').touch()
       (tmp_path / 'checkpoints' / 'ended.json').write_text('{"step": 30}')
-    return subprocess.CompletedProcess(command, 0)
+    return subprocess.CompletedProcess(command, int(step == 10))  # It is gone.
 
   monkeypatch.setattr(subprocess, 'run', run)
   flags = [f'--exp={EXP}', f'--job_log_dir={tmp_path}', '--reduced']

@@ -91,6 +91,10 @@ def test_a_layer_of_fields():
     # The hidden values are max(0, 6) and max(0, -6), twice; -2 times the sum.
     np.testing.assert_array_equal(made.apply(variables, x), [[-24.0], [0.0]])
   assert instantiate(p, output_dims=4).output_dims == 4
+  # Only Fiddle makes one layer of a template that is used twice.
+  twice = pax_fiddle.Config(FeedForward, linear_tpl=p, last_tpl=p)
+  assert fdl.build(twice).last_tpl.is_shared
+  assert not instantiate(twice).last_tpl.is_shared
   assert p.output_dims == 2
   # Each config has separate templates.
   assert pax_fiddle.Config(FeedForward).linear_tpl.weight_init is None
