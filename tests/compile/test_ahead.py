@@ -128,11 +128,7 @@ def test_the_compiler_is_asked_although_there_is_a_cache(tmp_path):
   train = dataclasses.replace(train, fits=False)
   made = dataclasses.replace(made, programs=(train,))
   assert not made.fits
-  for text in (
-    'DOES NOT FIT',
-    'gradient_accumulation_steps',
-    made.notes[0][:20],
-  ):
+  for text in 'DOES NOT FIT', 'gradient_accumulation_steps', made.notes[0][:20]:
     assert text in str(made)
 
 

@@ -195,8 +195,7 @@ def test_tensorboard_images_are_pixel_exact_and_texts_verbatim(tmp_path):
     'range': (np.array([[-3.0, 1.004, 200.0, np.nan]]), [[[0, 255, 255, 0]]]),
   }
   text = 'def f(x):\n  return *x*\n\n# <b>end</b>\ud800'
-  backend = tensorboard.TensorBoardWriter(tmp_path)
-  with writers.MetricWriter(backend) as writer:
+  with writers.MetricWriter(tensorboard.TensorBoardWriter(tmp_path)) as writer:
     writer.write_images(9, {name: image for name, (image, _) in images.items()})
     writer.write_texts(2, {'sample': text})
     shapes = [4], [1, 2, 2, 2, 3], [4, 8, 8], [4, 8, 8, 2], [0, 8]

@@ -246,8 +246,7 @@ if __name__ == '__main__':
     )
   fault_in_saves()
   events.install()
-  seed = os.environ.get('MULTI_SEED', '')
-  if seed:
+  if seed := os.environ.get('MULTI_SEED'):
     put_snapshot(int(seed))
   try:  # It ends by SystemExit.
     classes = {'sharded': Sharded, 'per_device': PerDevice}
