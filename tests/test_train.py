@@ -246,13 +246,10 @@ def test_all_hosts_meet_after_the_last_save(monkeypatch):
 def test_only_the_first_host_writes_and_saves_unless_all_do(key, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   config = make_config(
-    2,
-    log_train_data_interval=1,
-    save_checkpoint_interval=1,
-    save_initial_train_checkpoint=True,
-    best_model_eval_metric='score',
+    2, log_train_data_interval=1, save_checkpoint_interval=1,
+    save_initial_train_checkpoint=True, best_model_eval_metric='score',
     **({key: True} if key else {}),
-  )
+  )  # fmt: skip
   writer = Writes()
   _, checkpointer = run_both(Plain, config, writer)
   assert (writer.steps(), checkpointer.saves(), checkpointer.saves('best')) == (

@@ -210,8 +210,7 @@ def _assert_equal(got, want):
 
 
 @pytest.mark.parametrize(
-  ('name', 'own'),
-  [*((name, False) for name in _NODES), ('keys', True)],
+  ('name', 'own'), [*((name, False) for name in _NODES), ('keys', True)]
 )
 def test_registered_containers(name, own, open_run, tmp_path):
   def made(n):

@@ -70,15 +70,9 @@ class Regression(sharded.ShardedExperiment):
   """Linear regression on inputs minus a running mean, with noise as dropout."""
 
   def __init__(
-    self,
-    mode,
-    init_rng,
-    *,
-    eval_sizes=(16, 16, 5),
-    batch_size=16,
-    run_config=None,
-    **kwargs,
-  ):
+    self, mode, init_rng, *, eval_sizes=(16, 16, 5), batch_size=16,
+    run_config=None, **kwargs,
+  ):  # fmt: skip
     super().__init__(mode, init_rng, run_config=run_config, **kwargs)
     # Set only now: the constructor above needs nothing of the subclass.
     self.eval_sizes = eval_sizes

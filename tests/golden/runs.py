@@ -34,28 +34,26 @@ class Run:
 
 
 _LM = {
-  'model.num_layers': 1,
-  'model.embed_dim': 8,
-  'model.num_heads': 2,
-  'model.mlp_dim': 8,
-  'model.max_length': 16,
+  'model.num_layers': 1, 'model.embed_dim': 8, 'model.num_heads': 2,
+  'model.mlp_dim': 8, 'model.max_length': 16,
   # What configs/lm.py had when they were recorded.
-  'model.vocab_size': 257,
-  'model.normalize_embedding': False,
-  'model.bigram_rows': 0,
-  'model.tie_embeddings': True,
-  'b2': 0.95,
-  'tokenizer': 'bytes',
-  'decay': 'cosine',
-  'final_learning_rate': 0.05,
-  'files': 'tests/golden/text',
-  'documents': 'line',
-  'batch_size': 2,
-  'length': 16,
-  'eval_batch_size': 4,
-  'eval_batches': 2,
-  'sample_length': 4,
-}
+  'model.vocab_size': 257, 'model.normalize_embedding': False,
+  'model.bigram_rows': 0, 'model.tie_embeddings': True, 'b2': 0.95,
+  'tokenizer': 'bytes', 'decay': 'cosine', 'final_learning_rate': 0.05,
+  'files': 'tests/golden/text', 'documents': 'line', 'batch_size': 2,
+  'length': 16, 'eval_batch_size': 4, 'eval_batches': 2, 'sample_length': 4,
+}  # fmt: skip
+_PAX = {
+  'constants.NUM_LAYERS': 1, 'constants.MODEL_DIMS': 8,
+  'constants.HIDDEN_DIMS': 16, 'constants.NUM_HEADS': 2,
+  'constants.DIMS_PER_HEAD': 4, 'constants.MAX_SEQ_LEN': 16,
+  'constants.PERCORE_BATCH_SIZE': 2,
+}  # fmt: skip
+_IMAGE = {
+  'model.stem_channels': 4, 'model.blocks_per_group': '(1,)',
+  'model.channels_per_group': '(4,)', 'model.strides': '(1,)',
+  'train_batch_size': 8,
+}  # fmt: skip
 
 RUNS = {
   'lm': Run('configs/lm.py', _LM, {'sharding': 'fsdp'}),
@@ -64,15 +62,7 @@ RUNS = {
   ),
   'pax': Run(
     'configs/c4.py:C4Spmd1BAdam4Replicas:reduced',
-    {
-      'constants.NUM_LAYERS': 1,
-      'constants.MODEL_DIMS': 8,
-      'constants.HIDDEN_DIMS': 16,
-      'constants.NUM_HEADS': 2,
-      'constants.DIMS_PER_HEAD': 4,
-      'constants.MAX_SEQ_LEN': 16,
-      'constants.PERCORE_BATCH_SIZE': 2,
-    },
+    _PAX,
     {
       'experiment_class': 'examples.pax.experiment:Experiment',
       'data': 'tests/golden/text',
@@ -80,17 +70,7 @@ RUNS = {
     },
     optional='fiddle',
   ),
-  'image': Run(
-    'configs/image.py',
-    {
-      'model.stem_channels': 4,
-      'model.blocks_per_group': '(1,)',
-      'model.channels_per_group': '(4,)',
-      'model.strides': '(1,)',
-      'train_batch_size': 8,
-    },
-    optional='sklearn',
-  ),
+  'image': Run('configs/image.py', _IMAGE, optional='sklearn'),
 }
 
 

@@ -58,9 +58,7 @@ def checkpoints(config, live, key):
   """A durable checkpointer of the run, filled as the loops do."""
   checkpointer = platform.create_checkpointer(config, 'train')
   checkpointer.get_experiment_state('latest').update(
-    global_step=int(live.state.step),
-    train_step_rng=key,
-    experiment_module=live,
+    global_step=int(live.state.step), train_step_rng=key, experiment_module=live
   )
   try:
     yield checkpointer

@@ -55,47 +55,30 @@ EXPERTS = {
 # compared with the same one.
 CASES = {
   'fsdp_over_slices': Case(
-    sharding='fsdp',
-    ici={'data': 4},
-    dcn={'replica': 2},
-    model={'remat': 'dots', 'loss_chunks': 2},
-    pieces={QKV: 4},
+    sharding='fsdp', ici={'data': 4}, dcn={'replica': 2},
+    model={'remat': 'dots', 'loss_chunks': 2}, pieces={QKV: 4},
   ),
   'fsdp_tp': Case(
-    sharding='fsdp_tp',
-    ici={'data': 2, 'mdl': 2},
-    dcn={'data': 2},
-    accumulation=4,
-    pieces={QKV: 8},
+    sharding='fsdp_tp', ici={'data': 2, 'mdl': 2}, dcn={'data': 2},
+    accumulation=4, pieces={QKV: 8},
   ),
   'sp': Case(
-    sharding='sp',
-    ici={'data': 2, 'mdl': 4},
-    model={'remat': 'full'},
+    sharding='sp', ici={'data': 2, 'mdl': 4}, model={'remat': 'full'},
     pieces={QKV: 8},
   ),
   'circular_pipeline': Case(
-    sharding='pipeline',
-    ici={'data': 2, 'mdl': 2},
-    dcn={'stage': 2},
-    accumulation=2,
-    model={
-      'pipeline_stages': 2,
-      'pipeline_microbatches': 4,
-      'pipeline_repeats': 2,
-    },
-    pieces={QKV: 8},
+    sharding='pipeline', ici={'data': 2, 'mdl': 2}, dcn={'stage': 2},
+    accumulation=2, pieces={QKV: 8},
+    model={'pipeline_stages': 2, 'pipeline_microbatches': 4}
+    | {'pipeline_repeats': 2},
   ),
   'dense': Case(devices=1),
   'experts': Case(devices=1, model=EXPERTS, like='experts'),
   'experts_2x2x2': Case(
-    sharding='fsdp_tp',
-    ici={'data': 2, 'expert': 2, 'mdl': 2},
-    model=EXPERTS,
-    pieces={QKV: 8, IN: 8},
-    like='experts',
+    sharding='fsdp_tp', ici={'data': 2, 'expert': 2, 'mdl': 2},
+    model=EXPERTS, pieces={QKV: 8, IN: 8}, like='experts',
   ),
-}
+}  # fmt: skip
 
 
 def run(folder):

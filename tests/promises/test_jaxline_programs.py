@@ -282,10 +282,7 @@ def restore_state_to_in_memory_checkpointer(path):
   dummy = Client('train', None, init_rng=jax.random.PRNGKey(0))
   for attribute, key in Client.CHECKPOINT_ATTRS.items():
     setattr(dummy, attribute, utils.bcast_local_devices(pretrained[key]))
-  state = {
-    'global_step': pretrained['global_step'],
-    'experiment_module': dummy,
-  }
+  state = {'global_step': pretrained['global_step'], 'experiment_module': dummy}
   utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
     threading.local(), [utils.SnapshotNT(0, state)]
   )

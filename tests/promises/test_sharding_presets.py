@@ -14,15 +14,9 @@ from jaxline.parallel import partitioning
 P = jax.sharding.PartitionSpec
 
 CONFIG = model.ModelConfig(
-  vocab_size=512,
-  num_layers=4,
-  embed_dim=64,
-  num_heads=4,
-  mlp_dim=256,
-  max_length=32,
-  positions='learned',
-  scan_layers=True,
-)
+  vocab_size=512, num_layers=4, embed_dim=64, num_heads=4, mlp_dim=256,
+  max_length=32, positions='learned', scan_layers=True,
+)  # fmt: skip
 DATA = ('data', 'expert')
 
 # Of 8 devices. Along each mesh axis that a preset uses there are some.
