@@ -167,7 +167,7 @@ RISING = [0.1, 0.2, 0.3, 0.4]
     ({'top_k': 0, 'top_p': 0.8, 'temperature': 0.5}, RISING, [1, 2, 3]),
   ],
 )
-def test_what_is_drawn_from(options, probs, kept):
+def test_top_k_top_p_and_temperature(options, probs, kept):
   options = decoding.Options(method='sample', max_decode_steps=1, **options)
   found = decoding.choices(jnp.log(jnp.asarray(probs)), options)
   logits, ids = map(np.asarray, found)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import math
+import os
 import shutil
 import threading
 from typing import Any
@@ -217,9 +218,12 @@ def test_a_save_waits_for_the_one_before_and_not_for_its_own(open_run):
   assert checkpointer.steps('latest') == [1, 2]
 
 
-def test_the_one_before_is_used_and_nothing_is_removed(open_run, two, caplog):
+@pytest.mark.parametrize(
+  'harm', [shutil.rmtree, lambda data: os.truncate(next(data.rglob('c*')), 1)]
+)
+def test_the_one_before_damage_is_used(harm, open_run, two, caplog):
   """Of all other damage see test_model.py."""
-  shutil.rmtree(lib.data_of(two, 5))
+  harm(lib.data_of(two, 5))
   checkpointer, live = open_run(max_checkpoints_to_keep=1), lib.weights()
   assert lib.restore(checkpointer, live).global_step == 3
   assert live.held()['n'] == 1
