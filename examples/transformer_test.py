@@ -200,22 +200,6 @@ def test_flash_attention_is_that_of_the_platform_of_the_program(monkeypatch):
     transformer.causal_attention(*half, 'flash', None, 5.0)
 
 
-# ---- Pairs of tokens.
-
-
-def test_pairs_keep_the_row_of_the_table_that_they_were_trained_with():
-  before, tokens = np.random.default_rng(0).integers(0, 2**17, [2, 50])
-
-  def row(before, token):  # Of integers without a limit.
-    mixed = token * 2654435761 % 2**32 ^ before * 2246822519 % 2**32
-    mixed = (mixed ^ mixed >> 15) * 2246822519 % 2**32
-    return (mixed ^ mixed >> 13) % 700
-
-  expected = [*map(row, before.tolist(), tokens.tolist())]
-  found = transformer.hash_pairs(jnp.array(before), jnp.array(tokens), 700)
-  assert found.tolist() == expected
-
-
 # ---- Element by element.
 
 

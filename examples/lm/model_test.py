@@ -102,6 +102,71 @@ def _assert_trees_close(actual, expected, **tolerance):
   )
 
 
+def _numpy_norm(x, scale):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def _numpy_turn(vector, position):
+  """Turns pairs as complex numbers."""
+  half = len(vector) // 2
+  pairs = vector[:half] + 1j * vector[half:]
+  pairs = pairs * np.exp(1j * position / 1e4 ** (np.arange(half) / half))
+  return np.concatenate([pairs.real, pairs.imag])
+
+
+def _numpy_attention(q_LK, k_LK, v_LK):
+  out = []
+  for i in range(len(q_LK)):
+    scores = k_LK[: i + 1] @ q_LK[i] / math.sqrt(q_LK.shape[1])
+    p = np.exp(scores) / np.exp(scores).sum()
+    out.append(p @ v_LK[: i + 1])
+  return np.array(out)
+
+
+def _numpy_logits(params, tokens_L, config):
+  w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = w['embedding']['tokens'][tokens_L]
+  if config.bigram_rows:
+    for i, token in enumerate(tokens_L):
+      before = tokens_L[i - 1] if i else config.vocab_size
+      mixed = int(token) * 2654435761 % 2**32 ^ int(before) * 2246822519 % 2**32
+      mixed = (mixed ^ mixed >> 15) * 2246822519 % 2**32
+      x[i] += w['embedding']['bigrams'][(mixed ^ mixed >> 13) % 7]
+  if config.positions == 'learned':
+    x = x + w['embedding']['positions'][: len(tokens_L)]
+  for n in range(config.num_layers):
+    attention, feed_forward = w['layers/attention'], w['layers/feed_forward']
+    h = _numpy_norm(x, w['layers/attention_norm']['scale'][n])
+    branch = 0
+    for head in range(config.num_heads):
+      q, k, v = (h @ attention['qkv'][n, :, i, head] for i in range(3))
+      if config.positions == 'rotary':
+        q = np.array([_numpy_turn(q[i], i) for i in range(len(q))])
+        k = np.array([_numpy_turn(k[i], i) for i in range(len(k))])
+      branch = branch + _numpy_attention(q, k, v) @ attention['out'][n, head]
+    x = x + branch
+    h = _numpy_norm(x, w['layers/feed_forward_norm']['scale'][n])
+    a = h @ feed_forward['in'][n, :, 0]
+    if config.feed_forward == 'swiglu':
+      a = a / (1 + np.exp(-a)) * (h @ feed_forward['in'][n, :, 1])
+    else:
+      inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
+      a = 0.5 * a * (1 + np.tanh(inner))
+    x = x + a @ feed_forward['out'][n]
+  return _numpy_norm(x, w['final_norm']['scale']) @ w['embedding']['tokens'].T
+
+
+@pytest.mark.parametrize('name', ['learned', 'bigrams'])
+def test_logits_match_an_independent_program(name):
+  """NumPy, float64, one position at a time."""
+  config = dataclasses.replace(TINY, **OPTIONS[name])
+  params, tokens = params_of(config), _tokens(config)
+  expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
+  np.testing.assert_allclose(
+    apply(params, tokens, config), expected, atol=2e-5
+  )
+
+
 @pytest.mark.parametrize('name', ['learned', 'bigrams'])
 def test_documents_packed_into_a_row_cost_what_they_cost_alone(name):
   config = dataclasses.replace(TINY, **OPTIONS[name])

@@ -196,7 +196,9 @@ def test_a_run_from_the_command_line(tmp_path):
   assert f'-m examples.pax.main --exp={flags[0][6:]} --reduced' in go_on
   assert go_on.count('checkpoint_dir') == go_on.count('training_steps') == 1
   assert said.count('vn.vn_scale') == 1  # The task's text has it.
-  assert 'log_pplx' in start(*flags, '--mode=eval')
+  # The run has evaluated its last checkpoint, and no evaluation repeats that.
+  again = '--mode=eval', '--config.one_off_evaluate'
+  assert 'log_pplx' in start(*flags, *again)
   start(
     *flags,
     '--mode=decode',

@@ -109,8 +109,8 @@ def keep_freed_memory() -> None:
     return
   with contextlib.suppress(AttributeError, OSError):  # A different C library.
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: more freed memory is returned.
-    mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger blocks are mapped.
+    if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; glibc before 2.35 refuses it.
+      mallopt(-1, 2**30)  # M_TRIM_THRESHOLD; alone, it maps more blocks.
 
 
 def rendezvous() -> None:

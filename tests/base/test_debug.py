@@ -113,6 +113,8 @@ with preemption.Watch() as watch, watch.training():
     for _ in range(2):
       process.send_signal(signal.SIGINT)
       wait_for('--KeyboardInterrupt--')
+      print('p 1', file=process.stdin, flush=True)  # pdb waits again then.
+      wait_for('(Pdb)')
     done = processes.end(process, 'c\n')
   assert done.returncode == 0, done.stderr
   assert 'noted False' in done.stdout

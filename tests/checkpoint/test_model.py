@@ -257,22 +257,6 @@ Machine.TestCase.settings = hypothesis.settings(
 TestModel = Machine.TestCase
 
 
-def test_steps_are_made_anew_beside_an_evaluation() -> None:
-  machine = Machine()
-  for _ in range(2):
-    machine.save(2)
-    machine.evaluate(True)
-  truncate(machine.run_dir / 'checkpoints' / 'latest' / '4.json')
-  machine.damaged.add(4)
-  machine.restart_training()
-  for step in (3, 4, 5):
-    machine.save(1)
-    # The best at 4 was earlier; of the new step 4 it knows other data.
-    machine.evaluate(is_best=step == 3)
-    machine.holds()
-  machine.teardown()
-
-
 # An evaluation that stops between any two operations of the store.
 
 NEVER = 1 << 30

@@ -380,8 +380,9 @@ def test_a_writer_of_the_users_own(is_named, tmp_path):
 # What starts processes.
 
 
-# The writer's `close`, or a thread, never ends.
+# The writer's `close`, a thread or a function of `atexit` never ends.
 STUCK = """
+import atexit
 import sys
 import threading
 from jaxline import platform
@@ -400,13 +401,15 @@ class Experiment(toy.Sharded):
     what == 'thread' and threading.Thread(target=for_ever).start()
     return super().step(**kwargs)
 
+what == 'atexit' and atexit.register(for_ever)
 platform.main(Experiment, argv, writer_factory=Writer)
 """
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-  ('what', 'where'), [('writer', 'in close'), ('thread', 'in _shutdown')]
+  ('what', 'where'),
+  [('writer', 'in close'), ('thread', 'in _shutdown'), ('atexit', 'in wait')],
 )
 def test_what_holds_up_the_end_of_a_failed_run_is_ended(tmp_path, what, where):
   args = toy_args(

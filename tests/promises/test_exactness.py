@@ -76,7 +76,9 @@ CASES = {
   'experts': Case(devices=1, model=EXPERTS, like='experts'),
   'experts_2x2x2': Case(
     sharding='fsdp_tp', ici={'data': 2, 'expert': 2, 'mdl': 2},
-    model=EXPERTS, pieces={QKV: 8, IN: 8}, like='experts',
+    model=EXPERTS, like='experts',
+    pieces={QKV: 8, IN: 8, "['layers/experts']['out']": 8}
+    | {"['layers/experts']['router']": 4, "['embedding']['bigrams']": 8},
   ),
 }  # fmt: skip
 

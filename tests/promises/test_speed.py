@@ -105,7 +105,7 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
   assert 8 <= len(copied) <= 8 + 32
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='of glibc only')
+@pytest.mark.skipif(platform.libc_ver() < ('glibc', '2.35'), reason='too old')
 def test_a_run_on_a_cpu_keeps_freed_memory():
   train.Run(regression.Regression, make_config(1))
 
@@ -115,4 +115,4 @@ def test_a_run_on_a_cpu_keeps_freed_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
   page_faults()
-  assert page_faults() < 100
+  assert page_faults() < 20

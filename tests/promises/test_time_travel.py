@@ -308,16 +308,30 @@ def test_a_bisection_finds_step_and_array(shared, tmp_path, capsys, has_prints):
 
 
 class Faulty(travels.Travels):
-  """Does something else around the compiled step `at`, where `where` says."""
+  """Does something else in the step `at`, where `where` says."""
+
+  def init_fn(self, rng):
+    params, model_state = super().init_fn(rng)
+    return params, model_state | {'sum': jnp.float32(0)}
+
+  def is_at(self, step, where):
+    at = self.config.get('at') if self.config.get('where') == where else -1
+    return step + 1 == at
+
+  def loss_fn(self, params, model_state, *args):
+    *found, new = super().loss_fn(params, model_state, *args)
+    return *found, model_state | new
+
+  def after_update(self, before, after):  # No scalar depends on the sum.
+    more = jnp.where(self.is_at(before.step, 'sum'), 1.0, 0.5)
+    return after.model_state | {'sum': before.model_state['sum'] + more}
 
   def step(self, *, global_step, **kwargs):
     scalars = super().step(global_step=global_step, **kwargs)
-    is_at = global_step + 1 == self.config.get('at')
-    where = self.config.get('where')
-    more = 0.25 * (is_at and where == 'after')
+    more = 0.25 * self.is_at(global_step, 'after')
     params = self.state.params | {'w': self.state.params['w'] + more}
     self._state = dataclasses.replace(self.state, params=params)
-    return scalars | {'own': 1.0 * (is_at and where == 'own')}
+    return scalars | {'own': 1.0 * self.is_at(global_step, 'own')}
 
 
 @pytest.fixture(scope='module')
@@ -331,6 +345,7 @@ def faultless(tmp_path_factory):
 @pytest.mark.parametrize(
   ('where', 'said'),
   [
+    ('sum', ['step 7, in the state after']),
     ('after', ['The state differs', 'state/params/w: largest']),
     ('own', ['So are the states', 'look at `step`']),
   ],
