@@ -162,9 +162,7 @@ def test_logits_match_an_independent_program(name):
   config = dataclasses.replace(TINY, **OPTIONS[name])
   params, tokens = params_of(config), _tokens(config)
   expected = np.stack([_numpy_logits(params, row, config) for row in tokens])
-  np.testing.assert_allclose(
-    apply(params, tokens, config), expected, atol=2e-5
-  )
+  np.testing.assert_allclose(apply(params, tokens, config), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize('name', ['learned', 'bigrams'])

@@ -79,7 +79,7 @@ def test_a_copy_of_the_example_trains_and_its_code_is_kept(
   assert not [x for x in first if x.startswith(('jax/', 'numpy/'))]
   assert inspection.main(['show', f'{run}:2']) == 0
   shown = re.search(r'python -m zipfile -e (\S+)', capsys.readouterr().out)
-  assert shown and zipfile.is_zipfile(shown[1])
+  assert zipfile.is_zipfile(shown[1])
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', list(sys.path))
   assert type(jaxline.load(run)).__module__ == 'own.yours'
