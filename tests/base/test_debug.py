@@ -107,14 +107,17 @@ with preemption.Watch() as watch, watch.training():
     while text not in (line := process.stdout.readline()):
       assert line, process.stderr.read()
 
+  def is_asleep():
+    stat = pathlib.Path(f'/proc/{process.pid}/stat').read_text()
+    return stat.rpartition(')')[2].split()[0] == 'S'
+
   with processes.started('-c', program) as process:
     print('p 1', file=process.stdin, flush=True)  # It starts with a command.
     wait_for('(Pdb)')
     for _ in range(2):
+      processes.wait_until(is_asleep)  # It waits for a command.
       process.send_signal(signal.SIGINT)
       wait_for('--KeyboardInterrupt--')
-      print('p 1', file=process.stdin, flush=True)  # pdb waits again then.
-      wait_for('(Pdb)')
     done = processes.end(process, 'c\n')
   assert done.returncode == 0, done.stderr
   assert 'noted False' in done.stdout
