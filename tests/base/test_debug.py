@@ -3,12 +3,14 @@
 from concurrent import futures
 import io
 import os
+import pathlib
 import signal
 import sys
 import threading
 
 from absl import flags
 from absl.testing import flagsaver
+
 import jax
 import jax.numpy as jnp
 import numpy as np

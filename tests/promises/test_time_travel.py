@@ -265,9 +265,6 @@ def test_a_run_that_skips_equals_one_whose_data_lacks_the_records(tmp_path):
     assert found.experiment.train_feed.next_number == 16
 
 
-# Where runs part.
-
-
 def test_a_comparison_shows_revisions_that_differ(shared, tmp_path, capsys):
   other = shutil.copytree(shared, tmp_path / 'other')
   file = other / 'checkpoints/latest/12.json'
