@@ -10,7 +10,6 @@ import threading
 
 from absl import flags
 from absl.testing import flagsaver
-
 import jax
 import jax.numpy as jnp
 import numpy as np
