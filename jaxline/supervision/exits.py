@@ -67,8 +67,8 @@ def exit_on_error() -> Iterator[None]:
     yield
   except (Exception, SystemExit) as error:
     cause: BaseException | None = error
-    # A signal during the import of a C extension becomes an ImportError.
-    while isinstance(cause, ImportError):
+    # A signal becomes an ImportError in a C extension, or an error of a lock.
+    while isinstance(cause, ImportError) or 'un-acquired lock' in str(cause):
       cause = cause.__cause__ or cause.__context__
     own = cause if isinstance(cause, preemption.Preempted) else error
     if distributed.has_others() and not getattr(own, 'is_joint', False):

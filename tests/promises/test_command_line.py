@@ -139,8 +139,8 @@ def outcome(error, others):
 
 
 def during_an_import(error):
-  """What extension modules do to an exception while they are initialised."""
-  outer = ImportError('numpy.core failed to import')
+  """What locks, and modules that are imported, do to a signal's exception."""
+  outer = RuntimeError('cannot release un-acquired lock')
   outer.__context__ = ImportError('initialization failed')
   outer.__context__.__cause__ = error
   return outer
