@@ -61,13 +61,18 @@ def wait_until(
     time.sleep(0.005)
 
 
-def is_gone(pid: int) -> bool:
-  """Returns whether a process has ended, waited for by its parent or not."""
+def state_of(pid: int) -> str:
+  """Returns the state of a process, such as 'S' (asleep); '' without one."""
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except (FileNotFoundError, ProcessLookupError):
-    return True
-  return stat.rpartition(')')[2].split()[0] == 'Z'
+    return ''
+  return stat.rpartition(')')[2].split()[0]
+
+
+def is_gone(pid: int) -> bool:
+  """Returns whether a process has ended, waited for by its parent or not."""
+  return state_of(pid) in ('', 'Z')
 
 
 def wait_until_gone(pids: Iterable[int]) -> None:

@@ -3,7 +3,6 @@
 from concurrent import futures
 import io
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -108,15 +107,12 @@ with preemption.Watch() as watch, watch.training():
     while text not in (line := process.stdout.readline()):
       assert line, process.stderr.read()
 
-  def is_asleep():
-    stat = pathlib.Path(f'/proc/{process.pid}/stat').read_text()
-    return stat.rpartition(')')[2].split()[0] == 'S'
-
   with processes.started('-c', program) as process:
     print('p 1', file=process.stdin, flush=True)  # It starts with a command.
     wait_for('(Pdb)')
     for _ in range(2):
-      processes.wait_until(is_asleep)  # It waits for a command.
+      # It sleeps while it waits for a command.
+      processes.wait_until(lambda: processes.state_of(process.pid) == 'S')
       process.send_signal(signal.SIGINT)
       wait_for('--KeyboardInterrupt--')
     done = processes.end(process, 'c\n')

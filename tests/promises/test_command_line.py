@@ -138,8 +138,8 @@ def outcome(error, others):
   return codes or getattr(caught.value, 'code', None)
 
 
-def during_an_import(error):
-  """What locks, and modules that are imported, do to a signal's exception."""
+def within_c_code(error):
+  """Returns what locks and imported modules make of a signal's exception."""
   outer = RuntimeError('cannot release un-acquired lock')
   outer.__context__ = ImportError('initialization failed')
   outer.__context__.__cause__ = error
@@ -175,7 +175,7 @@ LOST_SERVICE = RuntimeError(
     (FULL, 1, 1),
     (preemption.Preempted(75, 'No such file'), 75, 75),
     (preemption.Preempted(130, 'No such file'), 130, 130),
-    (during_an_import(preemption.Preempted(75, 'No such file')), 75, 75),
+    (within_c_code(preemption.Preempted(75, 'No such file')), 75, 75),
     (SystemExit(3), 3, 3),  # The experiment's own: not a complete run.
     (LOST, None, 134),
     (LOST_SERVICE, None, 134),
