@@ -227,9 +227,8 @@ def save(name: str, folder: str, mb: float) -> dict[str, Any]:
   experiment = _experiment(mb)
   experiment.restore_from_snapshot({'state': _random_state(experiment)})
   # Otherwise the state is still being copied when the measurement begins.
-  state = jax.block_until_ready(experiment.state)
-  size = sum(x.nbytes for x in jax.tree.leaves(state))
-  del state
+  leaves = jax.tree.leaves(jax.block_until_ready(experiment.state))
+  size = sum(x.nbytes for x in leaves)
   side = _CLASSES[name](pathlib.Path(folder), experiment)
   blocks, totals = [], []
   peak = harness.Peak()
