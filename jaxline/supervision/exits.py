@@ -66,7 +66,7 @@ def exit_on_error() -> Iterator[None]:
   try:
     yield
   except (Exception, SystemExit) as error:
-    cause: BaseException | None = error
+    cause: Any = error
     # A signal becomes an ImportError in a C extension, or an error of a lock.
     while isinstance(cause, ImportError) or 'un-acquired lock' in str(cause):
       cause = cause.__cause__ or cause.__context__
