@@ -25,6 +25,7 @@ CASES = {
   'capacity of a slot': (2, 'sigmoid', False, 1.0, 0.1, True),
   'capacity for all': (2, 'softmax', True, 1.0, 4.0, False),
 }
+route = jax.jit(moe.route, static_argnums=2)
 
 
 def make(case):
@@ -103,9 +104,8 @@ def in_float64(case):
   with jax.enable_x64(True):
     to_float64 = lambda x: jnp.asarray(x, jnp.float64)
     arrays, bias, grad = jax.tree.map(to_float64, others)
-    y, gradients_of, counted = jax.vjp(
-      lambda arrays: of_all(arrays, bias), arrays, has_aux=True
-    )
+    function = jax.jit(lambda arrays: of_all(arrays, bias))
+    y, gradients_of, counted = jax.vjp(function, arrays, has_aux=True)
     return y, gradients_of(grad)[0], *counted
 
 
@@ -181,27 +181,27 @@ def test_a_bias_moves_towards_experts_with_few_tokens():
 def test_padding_is_in_no_statistic():
   options, arrays, bias, _ = make('capacity')
   x, router = arrays['x'], arrays['router']
-  *_, alone = moe.route(x, router, options, bias)
-  padded = jnp.concatenate([x, x[:, ::-1]], axis=1)
-  mask = jnp.arange(2 * LENGTH) < LENGTH
-  mask = jnp.broadcast_to(mask, padded.shape[:2])
+  *_, alone = route(x, router, options, bias)
+  padded = np.concatenate([x, np.flip(x, 1)], axis=1)
+  mask = np.arange(2 * LENGTH) < LENGTH
+  mask = np.broadcast_to(mask, padded.shape[:2])
   # The row is longer, and so is what an expert takes of it.
   half = dataclasses.replace(options, capacity=options.capacity / 2)
-  *_, found = moe.route(padded, router, half, bias, mask)
+  *_, found = route(padded, router, half, bias, mask)
   for x, y in zip(found, alone, strict=True):
     assert x == pytest.approx(np.asarray(y), rel=1e-5)
 
 
 def test_statistics_of_known_routers():
   options = moe.Options(per_token=2)
-  x = jnp.ones((2, 3, 4))
-  _, _, stats = moe.route(x, jnp.zeros((4, 8)), options)
+  x, one = np.ones((2, 3, 4), np.float32), np.zeros((4, 8), np.float32)
+  _, _, stats = route(x, one, options)
   assert stats.counts_E.tolist() == [6, 6, 0, 0, 0, 0, 0, 0]
   assert stats.entropy == pytest.approx(np.log(8))
   assert stats.balance == pytest.approx(1)
   assert stats.z == pytest.approx(np.log(8) ** 2)
-  one = jnp.zeros((4, 8)).at[:, 3].set(100.0)
-  _, _, stats = moe.route(x, one, dataclasses.replace(options, per_token=1))
+  one[:, 3] = 100
+  _, _, stats = route(x, one, dataclasses.replace(options, per_token=1))
   assert stats.entropy == pytest.approx(0, abs=1e-6)
   assert stats.balance == pytest.approx(8)
   assert stats.z == pytest.approx(400**2)

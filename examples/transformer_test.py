@@ -118,12 +118,13 @@ def test_causal_attention(length, documents, groups):
 def test_dropout_of_attention_is_of_the_weights_of_keys():
   # A value for each key shows its weight. 128 are attended in two halves.
   q, k = _float32(*_normal(2, 2, 128, 2, 128))
-  v = jnp.broadcast_to(jnp.eye(128)[None, :, None], q.shape)
+  v = np.broadcast_to(np.eye(128, dtype=np.float32)[None, :, None], q.shape)
   keys = iter([jax.random.key(0), jax.random.key(1)])
   drop = lambda x: transformer.drop(x, next(keys), 0.25, jnp.arange(2), 0)
-  dropped, _ = transformer.causal_attention(q, k, v, 'einsum', dropout=drop)
+  attend = lambda *x: transformer.causal_attention(*x, 'einsum', dropout=drop)
+  dropped, _ = jax.jit(attend)(q, k, v)
   kept = np.asarray(dropped) != 0
-  expected = np.where(kept, transformer.attend(q, k, v) / 0.75, 0)
+  expected = np.where(kept, jax.jit(transformer.attend)(q, k, v) / 0.75, 0)
   np.testing.assert_allclose(dropped, expected, rtol=1e-4)
   # Of each row and head 8,256 weights: the deviation is 0.5%.
   share = kept.sum((1, 3)) / 8256

@@ -19,7 +19,7 @@ from jaxline.base import trees
 
 from . import experiment
 from . import families_test
-from . import model
+from . import model_test
 
 LINES = 'for item in items:\n  total = total + item\n'
 
@@ -124,12 +124,13 @@ def test_losses_of_routers_are_part_of_the_loss(config):
   subject = make(config)
   batch = next(iter(subject.train_input()))
   args = subject.state.params, {}, batch, jax.random.key(0)
-  loss, values, _ = subject.loss_fn(*args, is_training=True)
-  sums = subject._sums(*args, is_training=True)
+  loss_fn = jax.jit(subject.loss_fn, static_argnames='is_training')
+  loss, values, _ = loss_fn(*args, is_training=True)
+  sums = jax.jit(functools.partial(subject._sums, is_training=True))(*args)
   z = sums.routing.z.mean()
   expected = sums.total / sums.weight + 0.5 * values['router_balance'] + z / 4
   assert loss == pytest.approx(float(expected), rel=1e-6)
-  loss, values, _ = subject.loss_fn(*args, is_training=False)
+  loss, values, _ = loss_fn(*args, is_training=False)
   assert loss == pytest.approx(float(sums.total / sums.weight), rel=1e-6)
   assert set(values) == {'loss', 'bits_per_byte'}
 
@@ -141,7 +142,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_bytes(config):
   )
   nats, count = 0.0, 0
   for batch in subject.eval_input():
-    logits_BLV = model.apply(
+    logits_BLV = model_test.apply(
       subject.state.params, batch['ids'], subject.config.model
     )
     logprobs_BLV = np.asarray(jax.nn.log_softmax(logits_BLV), np.float64)
@@ -166,8 +167,9 @@ def test_another_tokenizer_is_measured_by_the_bytes(config, tmp_path):
   (tmp_path / 'file0.txt').write_text('x' * 150)
   subject = make(config, 'eval')
   args = subject.state.params, {}, next(subject.eval_input()), jax.random.key(1)
+  loss_fn = jax.jit(subject.loss_fn, static_argnums=4)
   for documents, is_training in zip(subject.corpus, (True, False), strict=True):
-    _, values, _ = subject.loss_fn(*args, is_training)
+    _, values, _ = loss_fn(*args, is_training)
     loss, bits = (values[x].compute() for x in ('loss', 'bits_per_byte'))
     tokens = documents.tokens.size - len(documents.names)
     assert tokens < 0.8 * documents.num_bytes
@@ -217,12 +219,12 @@ def test_decoding_with_a_cache_is_decoding_without(config):
   batch = decoding.pad_prompts(prompts, rows=1, max_length=20)
   decoded = subject._decode(params, *batch, jax.random.key(0), options)
   assert len({*map(str, decoded.ids.reshape(-1, 6).tolist())}) > 3
-  apply = jax.jit(functools.partial(model.apply, config=subject.config.model))
   for prompt, *of in zip(prompts, decoded.ids, decoded.scores, strict=True):
     for ids, score in zip(*of, strict=True):
       whole_BL = np.zeros([1, 13], np.int32)
       whole_BL[0, : len(prompt) + 6] = [*prompt, *ids]
-      logprobs_LV = jax.nn.log_softmax(apply(params, whole_BL)[0])
+      logits_LV = model_test.apply(params, whole_BL, subject.config.model)[0]
+      logprobs_LV = jax.nn.log_softmax(logits_LV)
       at = len(prompt) - 1 + np.arange(6)
       expected = float(logprobs_LV[at, ids].sum())
       assert float(score) == pytest.approx(expected, rel=1e-4)
@@ -234,7 +236,6 @@ def test_decoding_takes_the_likeliest_of_the_uncached_model(config):
   subject = make(config, 'decode')
   prompts = ['for', 'items in x', '']
   found = subject.decode(prompts, jax.random.PRNGKey(0))
-  apply = jax.jit(functools.partial(model.apply, config=subject.config.model))
   for prompt, continuations in zip(prompts, found, strict=True):
     tokens = [256, *prompt.encode()]
     ((continuation),) = continuations
@@ -242,7 +243,9 @@ def test_decoding_takes_the_likeliest_of_the_uncached_model(config):
     new = []
     while len(new) < 6 and 256 not in new:
       padded = jnp.array([[*tokens, *new] + [0] * (20 - len(tokens + new))])
-      logits_BLV = apply(subject.state.params, padded)
+      logits_BLV = model_test.apply(
+        subject.state.params, padded, subject.config.model
+      )
       new.append(int(logits_BLV[0, len(tokens + new) - 1].argmax()))
     assert continuation['tokens'] == len(new)
     assert continuation['text'] == subject.tokenizer.decode(new)
@@ -278,7 +281,8 @@ def test_only_norms_are_not_decayed(config):
   zeros = jax.tree.map(np.zeros_like, params)
   optimizer = experiment.make_optimizer(subject.config)
   with jax.numpy_dtype_promotion('standard'):  # Optax's own.
-    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    state = jax.jit(optimizer.init)(params)
+    updates, _ = jax.jit(optimizer.update)(zeros, state, params)
   weights, updates = trees.named_leaves(params), trees.named_leaves(updates)
   for name, x in weights.items():
     expected = (0.0 if 'norm' in name else -0.25) * x
