@@ -5,6 +5,7 @@ marked slow.
 """
 
 import json
+import signal
 
 import pytest
 
@@ -166,6 +167,7 @@ def test_evaluation_follows_once_and_in_order(tmp_path, style, what, of_first):
   finally:
     training.kill()
   several.peers_end(results, dead=1, secs=several.HEARTBEAT_SECS + 5)
+  assert results[1].code == {'kill': -signal.SIGKILL, 'term': 75}[what]
   assert [r.all('evaluated', 'step') for r in results] == [of_first, [2, 4]]
   assert list(several.logged(directory, 'eval')) == [2, 4]
   results = several.run(directory, style, mode)
