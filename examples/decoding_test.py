@@ -230,11 +230,11 @@ def beam(prompt, size, steps, stop_ids, alpha):
 
 
 @pytest.mark.parametrize(
-  ('stop_ids', 'positions_axis', 'steps'),
-  [((0,), 2, 5), ((3, 0), 2, 5), ((), None, 5), ((0,), 2, 1)],
+  ('size', 'stop_ids', 'positions_axis', 'steps'),
+  [(3, (0,), 2, 5), (2, (3, 0), 2, 5), (3, (), None, 5), (3, (0,), 2, 1)],
 )
-def test_a_narrow_beam(stop_ids, positions_axis, steps):
-  size, alpha = 3, 2.0
+def test_a_narrow_beam(size, stop_ids, positions_axis, steps):
+  alpha = 2.0  # With two beams, a bound that is too low ends the search early.
   found = decode(
     PROMPTS,
     method='beam',

@@ -486,9 +486,9 @@ def evaluate(
 ) -> None:
   """Evaluates each new checkpoint of `latest`, until training has ended.
 
-  Durable checkpoints are evaluated once each, in the order of their steps, even
-  if the evaluation is restarted. `writer` is the `eval_writer` of the run, and
-  `jaxline_mode` its `eval_mode`; None means the mode of the command line.
+  Durable checkpoints are evaluated once each, in the order of their steps. A
+  restart repeats only an interrupted evaluation. `writer` is the `eval_writer`
+  of the run, and `jaxline_mode` its `eval_mode`; None means the command line's.
 
   Raises:
     UsageError: there is no checkpoint for `one_off_evaluate` or for a step in

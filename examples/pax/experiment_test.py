@@ -22,6 +22,7 @@ import jaxline
 from jaxline import base_config
 from jaxline import errors
 from jaxline import sharded
+from jaxline.inputs import base as inputs
 from jaxline.parallel import mesh as mesh_lib
 
 ALL = sorted(
@@ -40,11 +41,8 @@ TINY = {
   'PERCORE_BATCH_SIZE': 4,
 }
 LINES = 'for item in items:\n  total = total + item\n'
-LM, PIPELINE, RESNET = (
-  'LmCloudSpmd2BLimitSteps',
-  'C4SpmdPipelineGpt3SmallAdam64Replicas',
-  'ResNet50Pjit',
-)
+LM, RESNET = 'LmCloudSpmd2BLimitSteps', 'ResNet50Pjit'
+PIPELINE = 'C4SpmdPipelineGpt3SmallAdam64Replicas'
 
 
 @pytest.fixture(autouse=True)
@@ -231,14 +229,21 @@ def test_a_step_can_be_traced_without_data(name, rows):
   assert 'total_loss' in packed.names
 
 
-def test_shapes_without_data_are_those_of_the_data(folder):
-  made = make(tiny('C4Spmd1BAdam4Replicas', data=folder))
-  without = made.abstract_batch(is_training=True)
-  batch = next(made.train_input())
-  assert {k: (x.shape, x.dtype) for k, x in batch.items()} == {
-    k: (x.shape, x.dtype) for k, x in without.items()
-  }
-  assert made.eval_input().max_batches == 16
+@pytest.mark.parametrize('name', [LM, RESNET, 'ReverseEncoderDecoder'])
+def test_hosts_divide_the_batches_whose_shapes_are_declared(name, folder):
+  config = config_lib.get_config(f'{name}:reduced')
+  if name == LM:
+    config.data = folder
+  if name == RESNET:
+    pytest.importorskip('sklearn')
+  made = make(config)
+  shards = [inputs.Shard(*x) for x in ((0, 1), (0, 2), (1, 2))]
+  whole, *halves = (dict(next(made.train_input(x))) for x in shards)
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *halves)
+  jax.tree.map(np.testing.assert_array_equal, joined, whole)
+  types = lambda batch: jax.tree.map(lambda x: (x.shape, x.dtype), dict(batch))
+  assert types(made.abstract_batch(is_training=True)) == types(whole)
+  assert name != LM or made.eval_input().max_batches == 16
 
 
 class _TwoSets(lm_cloud.LmCloudSpmd2BLimitSteps):

@@ -34,7 +34,9 @@ class Records(indexed.IndexedInput):
     numbers = np.array(self.kept)[records]
     x = np.stack([np.random.default_rng(i).normal(size=3) for i in numbers])
     y = x.sum(1) + 100.0 * (numbers == self.poisoned)
-    return {'x': x.astype(np.float32), 'y': y.astype(np.float32)}
+    y = np.stack([y, y + 1e6], 1)  # The second target has no weight.
+    found = {'x': x, 'y': y, 'weights': [[1, 0]] * len(x)}
+    return {name: np.float32(value) for name, value in found.items()}
 
   def describe_record(self, record, epoch):
     return f'record {self.kept[record]}'
@@ -52,11 +54,10 @@ class Travels(sharded.ShardedExperiment):
     return {'w': jnp.zeros(3), 'b': jnp.zeros(())}, {'step': jnp.int32(0)}
 
   def loss_fn(self, params, model_state, batch, rng, is_training):
-    error = batch['x'] @ params['w'] + params['b'] - batch['y']
+    error = (batch['x'] @ params['w'] + params['b'])[:, None] - batch['y']
     here = model_state['step'] == self.config.perturbed - 1
     error = jnp.where(here, error * 1.001, error)
-    if self.config.root:
-      # The first record is all that is needed to have an error of 0.
+    if self.config.log_of_0:
       error = jnp.log(jnp.maximum(error, 0.0) * 0.0)
     loss = metrics.Mean.of(jnp.square(error), batch['weights'])
     new = {'step': model_state['step'] + jnp.int32(is_training)}
@@ -109,9 +110,7 @@ def get_config(directory, **kwargs):
     'poisoned': -1,  # A record that is far off.
     'missing': (),  # Records that the data lacks.
     'perturbed': -1,  # A step whose loss is computed a little differently.
-    # Whether the loss is that of the root of the error, which has no gradient
-    # where the error is 0.
-    'root': False,
+    'log_of_0': False,  # Whether the loss has one, which is not finite.
     'flips': False,  # Whether the second computation of a step flips a bit.
     'shuffled': True,
   }

@@ -92,17 +92,15 @@ class Input(regression.Input):
 class Reporting:
   """Says where training begins, ends, and what it then has."""
 
-  def restore_from_snapshot(self, snapshot_state):
-    super().restore_from_snapshot(snapshot_state)
-    self._say('restored')
-
-  def train_loop(self, *args, **kwargs):
+  def train_loop(self, config, state, *args):
+    if state.global_step:
+      self._say('restored', state.global_step)
     try:
-      super().train_loop(*args, **kwargs)
+      super().train_loop(config, state, *args)
     except (preemption.Preempted, experiment.StopTraining):
-      self._say('left')
+      self._say('left', state.global_step)
       raise
-    self._say('trained')
+    self._say('trained', state.global_step)
 
 
 class Sharded(Reporting, regression.Regression):
@@ -133,16 +131,16 @@ class Sharded(Reporting, regression.Regression):
     say('evaluated', step=int(global_step), loss=scalars['loss'])
     return scalars | {'own': 0.5 + jax.process_index()}
 
-  def _say(self, what):
-    if self.mode == 'train':
-      say(
-        what,
-        step=int(self.state.step),
-        digest=regression.digest(self.state),
-        position=jax.tree.map(int, self.train_feed.position['state']),
-        shards=[list(s.data.shape) for s in
-                self.state.params['w'].addressable_shards],
-      )  # fmt: skip
+  def _say(self, what, step):
+    assert step == int(self.state.step)
+    say(
+      what,
+      step=step,
+      digest=regression.digest(self.state),
+      position=jax.tree.map(int, self.train_feed.position['state']),
+      shards=[list(s.data.shape) for s in
+              self.state.params['w'].addressable_shards],
+    )  # fmt: skip
 
 
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
@@ -168,7 +166,6 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
 
   def __init__(self, mode, init_rng):
     super().__init__(mode=mode, init_rng=init_rng)
-    self.mode = mode
     fault('start', 0)
     w = jax.random.normal(init_rng, [4])
     self._w = utils.bcast_local_devices(w)
@@ -188,9 +185,8 @@ class PerDevice(Reporting, experiment.AbstractExperiment):
     say('evaluated', step=int(global_step[0]), loss=loss)
     return {'loss': loss}
 
-  def _say(self, what):
-    if self.mode == 'train':
-      say_of(what, self._w, self._opt_state, self._own)
+  def _say(self, what, step):
+    say_of(what, step, self._w, self._opt_state, self._own)
 
 
 def fault_in_saves():
@@ -223,14 +219,14 @@ def put_snapshot(step):
 def say_saved():
   """Does what a program does that saves a file of its own."""
   nest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
-  module = nest.experiment_module
-  say_of('saved', module._w, module._opt_state, module.to_dict()['own'])
+  module, step = nest.experiment_module, nest.global_step
+  say_of('saved', step, module._w, module._opt_state, module.to_dict()['own'])
 
 
-def say_of(what, w, opt_state, own):
+def say_of(what, step, w, opt_state, own):
   own = {name: int(x) for name, x in own.items()}
   digest = regression.digest(utils.get_first((w, opt_state)))
-  say(what, digest=digest, position=own)
+  say(what, step=step, digest=digest, position=own)
 
 
 if __name__ == '__main__':

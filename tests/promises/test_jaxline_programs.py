@@ -283,8 +283,9 @@ def restore_state_to_in_memory_checkpointer(path):
   for attribute, key in Client.CHECKPOINT_ATTRS.items():
     setattr(dummy, attribute, utils.bcast_local_devices(pretrained[key]))
   state = {'global_step': pretrained['global_step'], 'experiment_module': dummy}
+  # The run starts from the newest.
   utils.GLOBAL_CHECKPOINT_DICT['latest'] = utils.CheckpointNT(
-    threading.local(), [utils.SnapshotNT(0, state)]
+    threading.local(), [utils.SnapshotNT(0, {}), utils.SnapshotNT(1, state)]
   )
 
 

@@ -171,7 +171,7 @@ def test_a_replay_names_the_first_operation_that_is_not_finite(
   monkeypatch.syspath_prepend(file.parent)
   fields = {'on_nonfinite': 'warn', 'training_steps': 2}
   fields['experiment_class'] = 'model_of_clone:Travels'
-  directory = run(tmp_path / 'run', fields, root=True)
+  directory = run(tmp_path / 'run', fields, log_of_0=True)
   assert cli.main(['replay', str(directory), '1', '--nan']) == 0
   out = capsys.readouterr().out
   assert 'log' in out

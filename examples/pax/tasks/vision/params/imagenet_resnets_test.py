@@ -51,18 +51,13 @@ def test_options_and_learning_rate_are_those_of_pax():
   np.testing.assert_allclose(got, list(want.values()), rtol=1e-6)
 
 
-def test_batches_are_what_is_declared():
+def test_sizes_are_what_is_declared():
   for made in ResNet50Pjit, ResNet50Pjit.reduced():
     experiment = made(num_devices=4)
     for dataset in experiment.datasets():
       assert dataset.batch_size == (
         made.TRAIN_BATCH_SIZE if dataset.is_training else made.EVAL_BATCH_SIZE
       )
-      dataset.batch_size = 2
-      batch = fdl.build(dataset).get_next()
-      for key, (shape, dtype) in experiment.input_specs().items():
-        assert batch[key].shape == (2, *shape)
-        assert batch[key].dtype == dtype
     sizes = [fdl.build(d).num_records() for d in experiment.datasets()]
     assert sizes == [made.TRAIN_EXAMPLES, made.EVAL_EXAMPLES]
 
