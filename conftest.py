@@ -78,12 +78,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers() -> int:
   """Returns the number of processes; use `-n 0` to debug in this process."""
   known = hasattr(os, 'sched_getaffinity')  # Some systems lack it.
   cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-  # Tests of this tier often wait for a process that waits itself.
-  return min(cores, 8) + (config.option.markexpr == 'process')
+  return min(cores, 8) + 1  # Tests wait, for threads, files and processes.
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -107,6 +106,7 @@ def pytest_collection() -> Iterator[None]:
     return (yield)
   finally:
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)  # Programs of JAX are many small objects.
     gc.enable()
 
 

@@ -34,7 +34,7 @@ from . import hf_test
 def run(tmp_path_factory):
   """The directory of a run with a model that knows chats."""
   path = tmp_path_factory.mktemp('chat')
-  families_test.make('qwen2', path / 'hf', length=4096)
+  families_test.make('qwen2', path / 'hf', length=2200)
   assert hf.main(['import', str(path / 'hf'), str(path / 'run')]) == 0
   return path / 'run'
 
@@ -98,7 +98,7 @@ def test_the_oldest_turns_are_dropped(experiment, capsys):
   assert 0 < dropped < len(before)
   assert f'The oldest {dropped} messages' in capsys.readouterr().err
   known = [*talk.messages]
-  with pytest.raises(errors.UsageError, match=r'expected at most 4075'):
+  with pytest.raises(errors.UsageError, match=r'expected at most 2179'):
     next(talk.ask('z' * 5000))
   assert talk.messages == known
 
@@ -127,7 +127,7 @@ def test_a_run_without_a_template(tmp_path, capsys):
 
 def test_prompts_that_cannot_be_continued_are_refused(experiment):
   for prompt, what in (
-    ('z' * 5000, 'tokens; expected 1 to 4075'),
+    ('z' * 5000, 'tokens; expected 1 to 2179'),
     ('', 'has 0 tokens'),
     ([], 'conversation'),
     (['Hi'], 'conversation'),
