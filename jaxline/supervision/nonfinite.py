@@ -110,16 +110,14 @@ class Guard(periodic.Action):
     if flag is not None:
       array, index = flag
       in_a_row = int(np.asarray(array)[index])
-      if 0 <= in_a_row < self._max_in_a_row:
-        return
-      # A packed flag is a uint32 with the bits of an int32. NumPy would take
-      # microseconds to convert it.
-      if in_a_row < 0 or in_a_row >= 2**31:
-        self._num_empty += 1
-        if self._num_empty == 1:
-          text = 'Nothing in the batch of step %d has a weight: its loss and'
-          text += ' gradients are 0. zero_weight_steps counts such steps.'
-          logging.warning(text, step)
+      # A packed flag is a uint32 with an int32's bits. NumPy converts slowly.
+      in_a_row -= (in_a_row >= 2**31) << 32
+      self._num_empty += in_a_row < 0
+      if in_a_row < 0 and self._num_empty == 1:
+        text = 'Nothing in the batch of step %d has a weight: its loss and'
+        text += ' gradients are 0. zero_weight_steps counts such steps.'
+        logging.warning(text, step)
+      if in_a_row < self._max_in_a_row:
         return
       # The message names the checked scalars first, and then any others.
       scalars = _leaves(scalars)
