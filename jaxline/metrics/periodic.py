@@ -91,10 +91,9 @@ class PeriodicAction(Action):
       self._due_steps.add(int(end_step_to_action))
     self._takes_all = log_all_data and bool(self._due_steps or not is_off)
     # It is not due at the steps of this range, within these seconds after
-    # `_prev_time`. To test for this takes a fraction of the time of `_is_due`.
-    self._quiet_steps, self._quiet_secs = (0, 0.0), math.inf
-    if not self._by_steps and self._interval is not None:
-      self._quiet_secs = self._interval
+    # `_prev_time`. To test this takes a fraction of the time of `_is_due`.
+    self._quiet_steps: tuple[int, float] = 0, 0
+    self._quiet_secs = (not self._by_steps and self._interval) or math.inf
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
     self._executor: async_lib.SerialExecutor | None = None
@@ -135,7 +134,7 @@ class PeriodicAction(Action):
       self._act(step, scalars, is_due)
     else:
       later = [x for x in self._due_steps if x > step]
-      if self._by_steps and self._interval is not None:
+      if self._by_steps and self._interval:
         later.append(step + self._interval - step % self._interval)
       self._quiet_steps = step, min(later, default=math.inf)
 
