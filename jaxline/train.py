@@ -439,9 +439,8 @@ class Training(periodic.Action):
     # A separate evaluation ends training by a note, which every save reads.
     if step == self._saved_step:
       directory.stop_if_noted(step)
-    if self._budget.max_seconds is not None:
-      is_due = self.agreement.is_due
-      self._budget.check(step, lambda x: is_due('max_seconds', step, x))
+    is_due = self.agreement.is_due
+    self._budget.check(step, lambda x: is_due('max_seconds', step, x))
     self._run.check(step, self._finish)
 
   def _finish(self) -> None:

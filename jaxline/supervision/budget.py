@@ -15,7 +15,7 @@ class Budget(periodic.Action):
   """Counts a live state's `trained_secs`, without the time of compilations."""
 
   def __init__(self, max_seconds: float | None, state: Any):
-    self.max_seconds, self._state = max_seconds, state
+    self._max, self._state = max_seconds, state
     if max_seconds is not None:
       goodput.listen()
       state.trained_secs = 0.0
@@ -38,10 +38,10 @@ class Budget(periodic.Action):
     `agreed` takes whether this process is out of time and returns whether all
     processes stop now.
     """
-    if self.max_seconds is None:
+    if self._max is None:
       return
     secs = float(self._state.trained_secs)
-    if agreed(secs >= self.max_seconds):
+    if agreed(secs >= self._max):
       raise errors.StopTraining(
         f'The run has trained for {secs:.1f} s at step {step}.',
         'raise config.max_seconds, or set it to None',
