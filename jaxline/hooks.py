@@ -103,6 +103,8 @@ class SynchronizedEvery(periodic.Every):
   ):
     super().__init__(*args, **kwargs)
     self._agreement, self._name = agreement, name
+    if not (agreement.is_alone or self._by_steps):
+      self._quiet_secs = 0.0
 
   def _is_due(self, t: float, step: int) -> bool:
     is_due = super()._is_due(t, step)

@@ -310,7 +310,7 @@ class Run:
     self.checkpointer.directory.end(step, why)
 
 
-class Training:
+class Training(periodic.Action):
   """An experiment in training, its state and its hooks.
 
   Attributes:
@@ -394,8 +394,8 @@ class Training:
   def run(self) -> None:
     """Runs all steps, saves the last one, and waits for background work."""
     run, config, state = self._run, self._run.config, self.state
-    # `_leave` comes last, after the evaluation that `train_and_eval` has added.
-    hooks: list[Any] = [*self.hooks, adapters.full_action(self._leave)]
+    # This comes last, after the evaluation that `train_and_eval` has added.
+    hooks: list[Any] = [*self.hooks, self]
     try:
       with run.watch.training():
         # A separate evaluation gets the weights of `restore_from` by this save.
@@ -431,8 +431,8 @@ class Training:
       self.hooks.clear()
       run.checkpointer.directory.logs = ()
 
-  def _leave(self, t: float, step: int, scalars: Any) -> None:
-    """The last hook: ends the run on an error, note, time limit or signal."""
+  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+    """As the last hook, ends the run on an error, note, limit or signal."""
     self._run.log.executor.raise_error()  # For example, the disk is full.
     directory = self._run.checkpointer.directory
     directory.raise_error()

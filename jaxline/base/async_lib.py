@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 from collections.abc import Callable, Generator, Iterable
 from concurrent import futures
 import contextlib
@@ -274,7 +275,8 @@ def py_prefetch(
       to pass on, and the others in the queue.
     thread_name: name of the thread.
     depth_of: maps the first element to a larger maximum, if it should be
-      larger. The thread then wakes up when half of the elements are used.
+      larger. The thread then wakes up when half of the elements are used, and
+      keeps the elements, used ones too, until it passes on new ones.
     stall_secs: time to wait for an element before calling `on_stall`.
     on_stall: called on the waiting thread.
   """
@@ -297,18 +299,22 @@ def py_prefetch(
       try:
         iterator = iter(iterable_function())
         free = depth = 0
+        given: collections.deque[T] = collections.deque(maxlen=0)
         try:
           for item in iterator:
             if depth_of and not depth:
               depth = max(buffer_size, depth_of(item))
               burst[0] = depth // 2
               room.put(depth - buffer_size)
+              if burst[0] > 1:  # The caller need not free the used ones.
+                given = collections.deque(maxlen=depth)
             while not free:
               free = room.get()
             if closed.is_set():
               break
             free -= 1
             ready.put(item)
+            given.append(item)
             del item
         finally:
           if hasattr(iterator, 'close'):

@@ -387,10 +387,10 @@ class ConsoleHook(periodic.PeriodicAction):
     self._kept = collections.deque[Any](maxlen=_MAX_STEPS)
     self._large: list[str] = []
 
-  def __call__(self, t: float, step: int, scalar_outputs: Any) -> None:
+  def _is_due(self, t: float, step: int) -> bool:
     if self._console.report_compilation():
       self.update_time(t, step)  # Exclude compilation from the rate.
-    super().__call__(t, step, scalar_outputs)
+    return super()._is_due(t, step)
 
   def _act(self, step: int, scalars: Any, is_due: bool) -> None:
     others = scalars_lib.others_of(scalars)  # The packed scalars are small.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import math
 from typing import Any
 
 from jaxline.base import async_lib
@@ -89,6 +90,10 @@ class PeriodicAction(Action):
     if end_step_to_action is not None:  # It may be an array.
       self._due_steps.add(int(end_step_to_action))
     self._takes_all = log_all_data and bool(self._due_steps or not is_off)
+    # It is not due at the steps of this range, within these seconds after
+    # `_prev_time`. To test this takes a fraction of the time of `_is_due`.
+    self._quiet_steps: tuple[int, float] = 0, 0
+    self._quiet_secs = (not self._by_steps and self._interval) or math.inf
     self._steps_per_sec = 0.0
     self.update_time(start_time, start_step)
     self._executor: async_lib.SerialExecutor | None = None
@@ -110,9 +115,12 @@ class PeriodicAction(Action):
 
     `t` is in seconds. The scalars, on the devices or the host, are copied.
     """
-    if self._executor is not None:
+    if self._executor is not None and self._executor.error is not None:
       self._executor.raise_error()
     step = int(step)  # A restored step can be an array.
+    first, end = self._quiet_steps
+    if first <= step < end and 0 <= t - self._prev_time < self._quiet_secs:
+      return
     is_due = self._is_due(t, step)
     if is_due or self._takes_all:
       scalars = scalars_lib.copied(scalar_outputs)
@@ -124,6 +132,11 @@ class PeriodicAction(Action):
           self.update_time(t, step)
         scalars['steps_per_sec'] = self._steps_per_sec
       self._act(step, scalars, is_due)
+    else:
+      later = [x for x in self._due_steps if x > step]
+      if self._by_steps and self._interval:
+        later.append(step + self._interval - step % self._interval)
+      self._quiet_steps = step, min(later, default=math.inf)
 
   def _is_due(self, t: float, step: int) -> bool:
     if self._interval is None or step in self._due_steps:

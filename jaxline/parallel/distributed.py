@@ -267,7 +267,7 @@ class Agreement:
   """
 
   def __init__(self) -> None:
-    self._is_alone = jax.process_count() == 1
+    self.is_alone = jax.process_count() == 1
     _numbers['agreement'] += 1
     self._series = f'agreement/{_numbers["agreement"]}'
     self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -284,7 +284,7 @@ class Agreement:
     `is_wanted` asks for the action: at once if there is only one process, and
     soon otherwise. Only the value of process 0 matters.
     """
-    if self._is_alone:
+    if self.is_alone:
       return is_wanted
     if self._thread is None:
       self._thread = threading.Thread(target=self._answer, daemon=True)

@@ -1,6 +1,6 @@
 """Derives random keys: of a run, of named streams, of hosts and devices."""
 
-import collections
+from collections.abc import Iterator
 import enum
 import functools
 from typing import Any
@@ -134,9 +134,10 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # `_ahead` has values that were not returned yet; `_end_step` is the step
-    # after them. `_next_*` are the arguments that continue the last call.
-    self._ahead: collections.deque[Any] = collections.deque()
+    # `_ahead` gives the values of a block, and keeps them: to free them at once
+    # takes less time. `_end_step` is the step after them. `_next_*` are the
+    # arguments that continue the last call.
+    self._ahead: Iterator[Any] = iter(())
     self._end_step: jax.Array | None = None
     self._next_step = -1
     self._next_key: jax.Array | None = None
@@ -154,15 +155,16 @@ class DeviceStepKeys:
       self._end_step, state_key = jax.device_put(
         (steps, state_key), self._sharding
       )
-      self._ahead.clear()
-    if not self._ahead:
+      self._ahead = iter(())
+    if (found := next(self._ahead, None)) is None:
       # This is not the user's code, so compile it under `disable_pmap_jit` too.
       with jax.disable_jit(False):
         values, self._end_step = self._program(
           self._end_step, state_key, self._specifics
         )
-      self._ahead.extend(values)
-    step, step_keys, self._next_key = self._ahead.popleft()
+      self._ahead = iter(values)
+      found = next(self._ahead)
+    step, step_keys, self._next_key = found
     self._next_step = global_step + 1
     return step, step_keys, self._next_key
 

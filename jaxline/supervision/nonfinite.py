@@ -62,6 +62,7 @@ class Guard(periodic.Action):
     self._warned: set[str] = set()
     self._num_empty = 0
     self._steps_late = steps_late
+    self._fetches = jax.default_backend() != 'cpu'
     self._steps: collections.deque[tuple[int, Any, Any]] = collections.deque()
 
   def __call__(
@@ -82,8 +83,8 @@ class Guard(periodic.Action):
       )
     # Copy the values, since a later hook may change the mapping.
     kept = _judged(scalars) if flag is None else scalars
-    # Fetch the numbers while the next step is dispatched.
-    values_lib.start_fetch(kept if flag is None else flag[0])
+    if self._fetches:  # Fetch the numbers while the next step is dispatched.
+      values_lib.start_fetch(kept if flag is None else flag[0])
     self._steps.append((step, kept, flag))
     if len(self._steps) > self._steps_late:
       self._judge_oldest()
@@ -108,8 +109,9 @@ class Guard(periodic.Action):
     in_a_row, names = 1, scalars
     if flag is not None:
       array, index = flag
-      # A packed flag is a uint32 with an int32's bits. `astype` undoes this.
-      in_a_row = int(np.asarray(array)[index].astype(np.int32))
+      in_a_row = int(np.asarray(array)[index])
+      # A packed flag is a uint32 with an int32's bits. NumPy converts slowly.
+      in_a_row -= (in_a_row >= 2**31) << 32
       self._num_empty += in_a_row < 0
       if in_a_row < 0 and self._num_empty == 1:
         text = 'Nothing in the batch of step %d has a weight: its loss and'
