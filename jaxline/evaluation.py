@@ -159,10 +159,7 @@ class Evaluation:
       self._note(step, agreed, state.train_step_rng)
 
   def follow(
-    self,
-    state: Any,
-    is_over: Callable[[], bool],
-    check: Callable[[int], None],
+    self, state: Any, is_over: Callable[[], bool], check: Callable[[int], None]
   ) -> None:
     """Evaluates each new checkpoint until training has ended.
 

@@ -56,12 +56,7 @@ class Content:
 
 
 def content(
-  state: Any,
-  module: Any,
-  recorded: Any,
-  *,
-  all_hosts: bool,
-  allow_pickle: bool,
+  state: Any, module: Any, recorded: Any, *, all_hosts: bool, allow_pickle: bool
 ) -> Content:
   """Copies a live state to the host, and describes it.
 

@@ -283,9 +283,7 @@ class EvalFeed(_Feed):
     """
     # Read ahead, since training waits for the evaluation.
     host_batches = infeed.read_ahead(
-      source,
-      self._host_batches(name, source, num_evaluated),
-      **self._ahead,
+      source, self._host_batches(name, source, num_evaluated), **self._ahead
     )
     rows, last = 0, None
     try:

@@ -343,9 +343,7 @@ def _make_parts(
   return parts
 
 
-def _take_part(
-  pieces: Iterator[text_files.Piece],
-) -> list[text_files.Piece]:
+def _take_part(pieces: Iterator[text_files.Piece]) -> list[text_files.Piece]:
   """Returns the pieces of the next part; [] at the end."""
   part, size = [], 0
   for piece in pieces:
@@ -376,9 +374,7 @@ def _log_progress(reader: text_files.Reader) -> Iterator[None]:
 
 
 def _join(
-  path: pathlib.Path,
-  parts: Sequence[pathlib.Path],
-  reader: text_files.Reader,
+  path: pathlib.Path, parts: Sequence[pathlib.Path], reader: text_files.Reader
 ) -> None:
   """Writes a corpus; holds out documents whose hash is below a threshold."""
   threshold = math.ceil(reader.eval_fraction * 2**64)
