@@ -4,7 +4,6 @@ import threading
 import time
 import types
 from unittest import mock
-import weakref
 
 from absl import logging
 import numpy as np
@@ -36,18 +35,6 @@ def test_batches_read_ahead_are_bounded_by_number_and_bytes():
     feed.close()
     assert feed.source.is_closed
   assert not {*threading.enumerate()} - before
-
-
-def test_the_thread_frees_small_batches_after_their_use():
-  freed = []
-  note = lambda: freed.append(threading.current_thread().name)
-  watch = lambda batch: weakref.finalize(batch, note) and batch
-  feed = infeed.Infeed(counting(), watch)
-  for _ in range(40):
-    next(feed)
-  processes.wait_until(lambda: len(freed) > 10)
-  assert {*freed} == {'infeed'}
-  feed.close()
 
 
 def test_wait_fraction_excludes_compilation(monkeypatch):
