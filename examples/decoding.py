@@ -418,6 +418,8 @@ def _beam(
         x, pick(new, rows_N, cache_axis), start, positions_axis
       )
 
+    if batch == 1:  # XLA would copy these positions once more for a `vmap`.
+      return of_prompt(x, rows_BN[0], start_B[0])
     shape = x.shape
     # Reorder within each prompt, so that no row moves to a different device.
     x = x.reshape(*shape[:cache_axis], batch, size, *shape[cache_axis + 1 :])

@@ -233,10 +233,11 @@ def beam(prompt, size, steps, stop_ids, alpha):
   ('size', 'stop_ids', 'positions_axis', 'steps'),
   [(3, (0,), 2, 5), (2, (3, 0), 2, 5), (3, (), None, 5), (3, (0,), 2, 1)],
 )
-def test_a_narrow_beam(size, stop_ids, positions_axis, steps):
+@pytest.mark.parametrize('prompts', [PROMPTS, PROMPTS[1:2]])
+def test_a_narrow_beam(size, stop_ids, positions_axis, steps, prompts):
   alpha = 2.0  # With two beams, a bound that is too low ends the search early.
   found = decode(
-    PROMPTS,
+    prompts,
     method='beam',
     beam_size=size,
     max_decode_steps=steps,
@@ -244,7 +245,7 @@ def test_a_narrow_beam(size, stop_ids, positions_axis, steps):
     length_norm_alpha=alpha,
     positions_axis=positions_axis,
   )
-  for row, prompt in enumerate(PROMPTS):
+  for row, prompt in enumerate(prompts):
     expected = beam(prompt, size, steps, stop_ids, alpha)
     missing = size - len(expected)  # After one step, there is one stop.
     assert trimmed(found, row) == expected + [()] * missing

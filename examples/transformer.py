@@ -110,7 +110,37 @@ def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     # Treat the weight as a fused one with a single part. The TPU compiler then
     # gathers less over `mdl` and reads less memory.
     return dot('BLD,DSF->BLSF', x, w[:, None])[:, :, 0]
-  return checkpoint_name(jnp.einsum(spec, x, w.astype(x.dtype)), DOT)
+  product = _narrow_first_einsum if platform() == 'cpu' else jnp.einsum
+  return checkpoint_name(product(spec, x, w.astype(x.dtype)), DOT)
+
+
+# On a CPU, `jax.jvp` of a model does not work, because of this gradient.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow_first_einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+  return jnp.einsum(spec, x, w)
+
+
+def _narrow_first_forward(spec: str, x: jax.Array, w: jax.Array) -> Any:
+  return _narrow_first_einsum(spec, x, w), (x, w)
+
+
+def _narrow_first_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
+  x, w = operands
+  (grad_x,) = jax.linear_transpose(lambda x: jnp.einsum(spec, x, w), x)(grad)
+  # A CPU transposes the first operand of a product whose sum is over rows. JAX
+  # takes the gradient. If that is wide, XLA computes it twice: as it is, and
+  # again in transposed order, from entries that are far apart in memory.
+  if x.size < grad.size:
+    # A sum over `...` needs names for its axes.
+    named = spec.replace('...', 'BLMN'[: x.ndim - 1]).replace('->', ',')
+    of_x, of_w, of_out = named.split(',')
+    return grad_x, jnp.einsum(f'{of_x},{of_out}->{of_w}', x, grad)
+  # `einsum` would take the wider one first, to get the order of the axes.
+  (grad_w,) = jax.linear_transpose(lambda w: jnp.einsum(spec, x, w), w)(grad)
+  return grad_x, grad_w
+
+
+_narrow_first_einsum.defvjp(_narrow_first_forward, _narrow_first_backward)
 
 
 def parts(out_BLS: jax.Array) -> list[jax.Array]:

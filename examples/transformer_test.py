@@ -283,6 +283,16 @@ def test_a_product_of_bfloat16_is_summed_in_float32_and_its_gradient_is_not():
     )
 
 
+def test_gradients_of_a_product_with_a_weight():
+  # The first has a wider result than input, the second a narrower one.
+  for spec, *shape in (('...D,DF->...F', 4, 6), ('BLF,FD->BLD', 6, 4)):
+    x, w = _float32(_normal(2, 3, shape[0]), _normal(*shape, seed=1))
+    y, vjp = jax.vjp(functools.partial(transformer.dot, spec), x, w)
+    _, expected = jax.vjp(functools.partial(jnp.einsum, spec), x, w)
+    for a, b in zip(vjp(y), expected(y), strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 # ---- The loss.
 
 
@@ -323,8 +333,7 @@ def test_cross_entropy_and_its_gradients(chunks, cap, has_bias):
     for a, b in zip(actual, expected, strict=True):
       assert a.dtype == jnp.float32
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-  leaves = zip(jax.tree.leaves(found), grads[: 2 + has_bias], strict=True)
-  for a, b in leaves:
+  for a, b in zip(jax.tree.leaves(found), grads[: 2 + has_bias], strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
