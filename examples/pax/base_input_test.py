@@ -7,7 +7,6 @@ import pytest
 
 from examples.pax import base_input
 from examples.pax import pax_fiddle
-from examples.pax.inputs import lingvo
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -35,23 +34,3 @@ def test_a_class_has_its_config():
     class Sub(Own):
       class HParams(Own.HParams):
         size: int = 3
-
-
-class Given:
-  """A generator with Lingvo's interface."""
-
-  params = None
-
-  def GetPreprocessedInputBatch(self):
-    return {'x': np.ones([2, 3]), 'deep': {'y': np.zeros([2])}}
-
-
-def test_a_subclass_adds_an_entry_as_an_attribute():
-  class Mine(lingvo.LingvoInputAdaptor):
-    def get_next(self):
-      batch = super().get_next()
-      batch.new_field = batch.deep.seen = np.arange(2)
-      return batch
-
-  batch = Mine(input=Given()).get_next_padded()
-  np.testing.assert_array_equal(batch['new_field'], [0, 1])
