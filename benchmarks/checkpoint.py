@@ -24,7 +24,8 @@ Each save and each restore runs in a separate process, and the sides take turns.
 A process saves several times and lets the disk become idle before each save.
 The first save is listed separately, because it includes the setup. Memory is
 the peak that the operating system reports (VmHWM, so this needs Linux) minus
-the memory in use before; for a restore, the state itself is subtracted too.
+the memory in use before, for the last save, to a thousandth; for a restore, the
+state itself is subtracted too.
 """
 
 import functools
@@ -231,8 +232,8 @@ def save(name: str, folder: str, mb: float) -> dict[str, Any]:
   size = sum(x.nbytes for x in leaves)
   side = _CLASSES[name](pathlib.Path(folder), experiment)
   blocks, totals = [], []
-  peak = harness.Peak()
   for step in range(_SAVES):
+    peak = harness.Peak()  # The last save counts.
     os.sync()
     began = harness.now()
     side.save(step)
@@ -244,7 +245,8 @@ def save(name: str, folder: str, mb: float) -> dict[str, Any]:
     'first block': first,
     'block': _median(later),
     'save': _median(totals[1:]),
-    'memory of a save': peak.grown() / size,
+    # Linux counts the memory of threads only approximately.
+    'memory of a save': round(peak.grown() / size, 3),
   }
 
 

@@ -207,7 +207,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.make_optimizer()
 
   @functools.cached_property
-  def compiled_train_step(self) -> Callable[..., Any]:
+  def compiled_train_step(self) -> Any:
     """`_pure_step` as one program that donates its state."""
 
     # A partial would keep the experiment alive, since JAX caches its signature.
@@ -317,11 +317,11 @@ class ShardedExperiment(experiment.FullExperiment):
   @functools.cached_property
   def layout(self) -> train_state.Layout:
     """The shapes and shardings of the state."""
+    rules, init_state = self.trainable_rules, train_state.init_state
     init = self.in_mesh(
-      lambda rng: train_state.init_state(
-        self.init_fn, self._optimizer, rng, self.trainable_rules
-      )
+      lambda rng: init_state(self.init_fn, self._optimizer, rng, rules)
     )
+    init = jax.jit(init, inline=True)  # It is traced once, for all uses.
     return train_state.Layout(init, self._init_rng, self.partitioner)
 
   def trainable_only(self, params: Any) -> Any:
@@ -334,8 +334,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.layout.abstract()
 
   def abstract_rng(self) -> jax.ShapeDtypeStruct:
-    key, sharding = self._init_rng, self.partitioner.replicated
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
+    return self.layout.abstract_rng()
 
   def abstract_batch(self, is_training: bool) -> BatchDict:
     """Returns the shapes and shardings of a batch; reads the first one."""
@@ -404,6 +403,8 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> scalars_lib.Scalars:
     self.last_batch = batch = self.train_feed.take()
     every, step = self._recompute_interval, self.compiled_train_step
+    if self._state is None:
+      self._state = self.layout.make(step, batch, rng)
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.run_and_verify, step)
     self._state, packed = step(self.state, batch, rng)

@@ -1,6 +1,7 @@
 """The state of sharded steps: initialization, sharding, averaged weights."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import functools
 import math
@@ -78,7 +79,7 @@ class Layout:
   @functools.cached_property
   def named(self) -> TrainState:
     """The shapes of the state, with the axis names of the weights."""
-    return jax.eval_shape(self.init, self.rng)
+    return jax.eval_shape(self.init, self.abstract_rng())
 
   @functools.cached_property
   def shardings(self) -> TrainState:
@@ -97,8 +98,15 @@ class Layout:
       self.shardings,
     )
 
-  def make(self) -> TrainState:
-    """Returns the initial state; each device makes only its own shards."""
+  def abstract_rng(self) -> jax.ShapeDtypeStruct:
+    key, sharding = self.rng, self.partitioner.replicated
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
+
+  def make(self, step: Any = None, *args: Any) -> TrainState:
+    """Returns the initial state; each device makes only its own shards.
+
+    Meanwhile it compiles the jitted `step(state, *args)`, if there is one.
+    """
     if lines := self.partitioner.undersharded_weights(self.named.params):
       text = 'These weights are split less than the sharding asks for:\n%s'
       logging.info(text, '\n'.join(lines))
@@ -114,7 +122,14 @@ class Layout:
       out_shardings=self.shardings,
       compiler_options=options,
     )
-    return make(placement.put(self.rng, self.partitioner.replicated))
+    rng = placement.put(self.rng, self.partitioner.replicated)
+    if step is None or jax.config.values['jax_disable_jit']:
+      return make(rng)
+    lowered = make.lower(rng)
+    with futures.ThreadPoolExecutor(1) as executor:
+      made = executor.submit(lambda: lowered.compile()(rng))
+      step.lower(self.abstract(), *args).compile()
+    return made.result()
 
 
 def trainable(params: Any, rules: str | Sequence[str]) -> Any:

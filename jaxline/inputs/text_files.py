@@ -7,6 +7,7 @@ where the cut does not change its tokens (`Tokenizer.find_cuts`).
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
+import functools
 import glob
 import hashlib
 import importlib
@@ -106,13 +107,21 @@ def find(files: Path | Sequence[Path]) -> tuple[list[Source], dict[str, str]]:
         f'No files found for {entry}; expected "stdlib", a file, a folder, a'
         ' glob, or a list of these.'
       )
-    for path in found:
+    for path, real in zip(found, real_paths(found), strict=True):
       name = pathlib.Path(os.path.relpath(path, root or '.')).as_posix()
       # Two folders may contain the same file name.
       name = f'../{number}/{name}' if number else name
       # Read a file with two names only once: the second could be held out.
-      sources.setdefault(os.path.realpath(path), Source(name, path, is_folder))
+      sources.setdefault(real, Source(name, path, is_folder))
   return sorted(sources.values()), notes
+
+
+def real_paths(files: Iterable[str]) -> Iterator[str]:
+  """Yields the paths without links; resolves each folder once."""
+  real = functools.cache(os.path.realpath)
+  for path in files:
+    at, name = os.path.split(path)
+    yield real(path) if os.path.islink(path) else os.path.join(real(at), name)
 
 
 def _is_file(path: str) -> bool:

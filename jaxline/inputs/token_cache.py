@@ -156,10 +156,10 @@ def load(
   tokenizer, sources = reader.tokenizer, reader.sources
   request: list[Any] = [_FORMAT, tokenizer.identity, reader.kind]
   request += reader.eval_fraction, reader.text_key
-  for name, path, text_only in sources:
+  paths = text_files.real_paths(source.path for source in sources)
+  for (name, _, text_only), path in zip(sources, paths, strict=True):
     status = os.stat(path)
     times = status.st_mtime_ns, status.st_ctime_ns
-    path = os.path.realpath(path)
     request.append([name, path, text_only, status.st_size, *times])
   key = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:40]
   folder = _choose_folder(cache_dir, f'{key}.tokens')
