@@ -132,7 +132,7 @@ def _narrow_first_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
   # again in transposed order, from entries that are far apart in memory.
   if x.size < grad.size:
     # A sum over `...` needs names for its axes.
-    named = spec.replace('...', 'BLMN'[: x.ndim - 1]).replace('->', ',')
+    named = spec.replace('...', 'abcdefgh'[: x.ndim - 1]).replace('->', ',')
     of_x, of_w, of_out = named.split(',')
     return grad_x, jnp.einsum(f'{of_x},{of_out}->{of_w}', x, grad)
   # `einsum` would take the wider one first, to get the order of the axes.

@@ -284,9 +284,14 @@ def test_a_product_of_bfloat16_is_summed_in_float32_and_its_gradient_is_not():
 
 
 def test_gradients_of_a_product_with_a_weight():
-  # The first has a wider result than input, the second a narrower one.
-  for spec, *shape in (('...D,DF->...F', 4, 6), ('BLF,FD->BLD', 6, 4)):
-    x, w = _float32(_normal(2, 3, shape[0]), _normal(*shape, seed=1))
+  # The last result is narrower than its input, the others are wider.
+  for spec, *shapes in (
+    ('...D,DF->...F', (2, 3, 4), (4, 6)),
+    ('...D,DF->...F', (1, 2, 1, 3, 1, 4), (4, 6)),
+    ('TBLD,TDF->TBLF', (2, 1, 3, 4), (2, 4, 6)),
+    ('BLF,FD->BLD', (2, 3, 6), (6, 4)),
+  ):
+    x, w = _float32(*(_normal(*shape, seed=len(shape)) for shape in shapes))
     y, vjp = jax.vjp(functools.partial(transformer.dot, spec), x, w)
     _, expected = jax.vjp(functools.partial(jnp.einsum, spec), x, w)
     for a, b in zip(vjp(y), expected(y), strict=True):

@@ -143,7 +143,7 @@ class AbstractExperiment(abc.ABC):
     in_flight: collections.deque[list[Any]] = collections.deque()
     stop: StopTraining | None = None
     # Reading a dict's entry as an attribute takes five times as long.
-    is_dict = isinstance(state, dict)
+    is_dict = isinstance(state, dict) and 'global_step' in state
     read = state.__getitem__ if is_dict else functools.partial(getattr, state)
     with debug.log_activity('training loop', category='steps'):
       while self.should_run_step(step := read('global_step'), config):

@@ -207,7 +207,7 @@ class ShardedExperiment(experiment.FullExperiment):
     return self.make_optimizer()
 
   @functools.cached_property
-  def compiled_train_step(self) -> Any:
+  def compiled_train_step(self) -> Callable[..., Any]:
     """`_pure_step` as one program that donates its state."""
 
     # A partial would keep the experiment alive, since JAX caches its signature.
@@ -403,8 +403,6 @@ class ShardedExperiment(experiment.FullExperiment):
   ) -> scalars_lib.Scalars:
     self.last_batch = batch = self.train_feed.take()
     every, step = self._recompute_interval, self.compiled_train_step
-    if self._state is None:
-      self._state = self.layout.make(step, batch, rng)
     if every and (int(global_step) + 1) % every == 0:
       step = functools.partial(recompute.run_and_verify, step)
     self._state, packed = step(self.state, batch, rng)

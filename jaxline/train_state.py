@@ -1,7 +1,6 @@
 """The state of sharded steps: initialization, sharding, averaged weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 import dataclasses
 import functools
 import math
@@ -102,11 +101,8 @@ class Layout:
     key, sharding = self.rng, self.partitioner.replicated
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=sharding)
 
-  def make(self, step: Any = None, *args: Any) -> TrainState:
-    """Returns the initial state; each device makes only its own shards.
-
-    Meanwhile it compiles the jitted `step(state, *args)`, if there is one.
-    """
+  def make(self) -> TrainState:
+    """Returns the initial state; each device makes only its own shards."""
     if lines := self.partitioner.undersharded_weights(self.named.params):
       text = 'These weights are split less than the sharding asks for:\n%s'
       logging.info(text, '\n'.join(lines))
@@ -122,14 +118,7 @@ class Layout:
       out_shardings=self.shardings,
       compiler_options=options,
     )
-    rng = placement.put(self.rng, self.partitioner.replicated)
-    if step is None or jax.config.values['jax_disable_jit']:
-      return make(rng)
-    lowered = make.lower(rng)
-    with futures.ThreadPoolExecutor(1) as executor:
-      made = executor.submit(lambda: lowered.compile()(rng))
-      step.lower(self.abstract(), *args).compile()
-    return made.result()
+    return make(placement.put(self.rng, self.partitioner.replicated))
 
 
 def trainable(params: Any, rules: str | Sequence[str]) -> Any:

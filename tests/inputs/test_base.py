@@ -21,8 +21,8 @@ def test_entries_are_attributes_of_nested_dicts_too():
   assert type(jax.tree.map(lambda x: x, batch).tgt) is base.Batch
   assert batch.ids == batch['ids'] == 1
   assert batch.tgt.deep.labels == 3
-  batch.new = 4
-  assert batch['new'] == 4
+  batch.new = batch.tgt.deep.new = 4
+  assert batch['new'] == batch['tgt']['deep']['new'] == 4
   del batch.ids
   with pytest.raises(AttributeError, match=r"'ids'; the batch has \['new', 't"):
     _ = batch.ids

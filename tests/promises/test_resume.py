@@ -243,7 +243,7 @@ def initializer(layout: Any) -> Callable[[], Any]:
     lambda rng: partitioning.unbox(layout.init(rng)),
     out_shardings=layout.shardings,
   )
-  return lambda *unused: make(layout.rng)
+  return lambda: make(layout.rng)
 
 
 class Survivor(survivor.Survivor):
