@@ -24,8 +24,8 @@ Each save and each restore runs in a separate process, and the sides take turns.
 A process saves several times and lets the disk become idle before each save.
 The first save is listed separately, because it includes the setup. Memory is
 the peak that the operating system reports (VmHWM, so this needs Linux) minus
-the memory in use before, for the first and the last save, to a thousandth; for a
-restore, the state itself is subtracted too.
+the memory in use before, for the first and the last save, to a thousandth; for
+a restore, the state itself is subtracted too.
 """
 
 import functools
