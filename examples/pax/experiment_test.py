@@ -243,6 +243,8 @@ def test_hosts_divide_the_batches_whose_shapes_are_declared(name, folder):
   jax.tree.map(np.testing.assert_array_equal, joined, whole)
   types = lambda batch: jax.tree.map(lambda x: (x.shape, x.dtype), dict(batch))
   assert types(made.abstract_batch(is_training=True)) == types(whole)
+  held_out = next(iter(made.eval_input()))
+  assert types(made.abstract_batch(is_training=False)) == types(held_out)
   assert name != LM or made.eval_input().max_batches == 16
 
 
