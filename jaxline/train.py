@@ -394,7 +394,7 @@ class Training(periodic.Action):
   def run(self) -> None:
     """Runs all steps, saves the last one, and waits for background work."""
     run, config, state = self._run, self._run.config, self.state
-    # This comes last, after the evaluation that `train_and_eval` has added.
+    # `self` comes last, after the evaluation that `train_and_eval` has added.
     hooks: list[Any] = [*self.hooks, self]
     try:
       with run.watch.training():

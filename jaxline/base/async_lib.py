@@ -306,7 +306,7 @@ def py_prefetch(
               depth = max(buffer_size, depth_of(item))
               burst[0] = depth // 2
               room.put(depth - buffer_size)
-              if burst[0] > 1:  # The caller need not free the used ones.
+              if burst[0] > 1:  # This thread frees the used ones.
                 given = collections.deque(maxlen=depth)
             while not free:
               free = room.get()

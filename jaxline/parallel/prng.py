@@ -134,9 +134,9 @@ class DeviceStepKeys:
         check_vma=False,
       )
     )
-    # `_ahead` gives the values of a block, and keeps them: to free them at once
-    # takes less time. `_end_step` is the step after them. `_next_*` are the
-    # arguments that continue the last call.
+    # `_ahead` gives the values of a block, and frees them together, which takes
+    # less time. `_end_step` is the step after them. `_next_*` are the arguments
+    # that continue the last call.
     self._ahead: Iterator[Any] = iter(())
     self._end_step: jax.Array | None = None
     self._next_step = -1
