@@ -110,11 +110,20 @@ def dot(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     # Treat the weight as a fused one with a single part. The TPU compiler then
     # gathers less over `mdl` and reads less memory.
     return dot('BLD,DSF->BLSF', x, w[:, None])[:, :, 0]
-  product = _narrow_first_einsum if platform() == 'cpu' else jnp.einsum
+  product = _narrow_first_einsum if _is_tuned_for_cpu() else jnp.einsum
   return checkpoint_name(product(spec, x, w.astype(x.dtype)), DOT)
 
 
-# On a CPU, `jax.jvp` of a model does not work, because of this gradient.
+def _is_tuned_for_cpu() -> bool:
+  """Whether to use the gradients below; `jax.jvp` does not work with them.
+
+  In a `shard_map` they would have to sum over the axes of the mesh over which
+  only the other operand varies. JAX's own gradients do.
+  """
+  is_manual = jax.sharding.get_abstract_mesh().manual_axes
+  return platform() == 'cpu' and not is_manual
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _narrow_first_einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
   return jnp.einsum(spec, x, w)
@@ -141,6 +150,31 @@ def _narrow_first_backward(spec: str, operands: Any, grad: jax.Array) -> Any:
 
 
 _narrow_first_einsum.defvjp(_narrow_first_forward, _narrow_first_backward)
+
+
+def rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+  """Returns the rows of a table [V, D] that have the indices `ids`."""
+  return _late_rows_of(table, ids) if _is_tuned_for_cpu() else table[ids]
+
+
+@jax.custom_vjp
+def _late_rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+  return table[ids]
+
+
+def _late_rows_forward(table: jax.Array, ids: jax.Array) -> Any:
+  return table[ids], (table, ids)
+
+
+def _late_rows_backward(kept: Any, grad: jax.Array) -> Any:
+  # The gradient starts as a table of zeros. XLA's scheduler for CPUs would make
+  # this table at the beginning of the step. Let it wait for `grad`.
+  table, ids = kept
+  zero = (grad[(slice(1),) * grad.ndim].sum() > jnp.inf).astype(table.dtype)
+  return jnp.full(table.shape, zero).at[ids].add(grad), None
+
+
+_late_rows_of.defvjp(_late_rows_forward, _late_rows_backward)
 
 
 def parts(out_BLS: jax.Array) -> list[jax.Array]:

@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -296,6 +297,27 @@ def test_gradients_of_a_product_with_a_weight():
     _, expected = jax.vjp(functools.partial(jnp.einsum, spec), x, w)
     for a, b in zip(vjp(y), expected(y), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'call',
+  [
+    lambda w, x: transformer.rows_of(w, (x[:, 0] > 0).astype(jnp.int32)),
+    lambda w, x: transformer.dot('BD,DF->BF', x, w),
+  ],
+)
+def test_gradients_are_summed_over_the_axes_of_a_shard_map(call):
+  mesh = jax.make_mesh((2,), 'd', axis_types=(jax.sharding.AxisType.Auto,))
+  loss = lambda w, x: jnp.square(call(w, x)).sum()
+  split = jax.shard_map(
+    lambda w, x: jax.lax.psum(loss(w, x), 'd'),
+    mesh=mesh,
+    in_specs=(P(), P('d')),
+    out_specs=P(),
+  )
+  args = _float32(_normal(3, 5), _normal(4, 3))
+  actual, expected = (jax.grad(f)(*args) for f in (split, loss))
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 # ---- The loss.

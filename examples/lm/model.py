@@ -589,15 +589,14 @@ class Embedding(hk.Module):
     table_VD = weight(
       'tokens', (c.vocab_size, c.embed_dim), ('vocab', 'embed'), init
     )
-    x_BLD = table_VD[tokens_BL]
+    x_BLD = transformer.rows_of(table_VD, tokens_BL)
     if c.bigram_rows:
       # A pair that was not seen in training adds nothing.
       table_RD = weight(
         'bigrams', (c.bigram_rows, c.embed_dim), ('vocab', 'embed'), jnp.zeros
       )
-      x_BLD += table_RD[
-        transformer.hash_pairs(before_BL, tokens_BL, c.bigram_rows)
-      ]
+      pairs_BL = transformer.hash_pairs(before_BL, tokens_BL, c.bigram_rows)
+      x_BLD += transformer.rows_of(table_RD, pairs_BL)
     if c.embedding_scale:  # Round the factor, as Gemma does.
       x_BLD *= jnp.asarray(c.embed_dim**0.5, c.dtype).astype(jnp.float32)
     if c.positions == 'learned':
