@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument('--variants', default='as_is')
   parser.add_argument('--plan', action='store_true')
   parser.add_argument('--steps', type=int, default=20)
-  parser.add_argument('--matmul', type=int, default=8192)
+  parser.add_argument('--matmul', type=int)
   parser.add_argument('--out', type=pathlib.Path)
   parser.add_argument('--trace', default='')
   parser.add_argument('--budget_secs', type=float, default=540.0)
@@ -411,7 +411,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   for name in names:
     if name not in VARIANTS:
       parser.error(f'no variant {name!r}; expected all, or {list(VARIANTS)}')
-  device, rate = jax.devices()[0], matmul_rate(args.matmul)
+  device = jax.devices()[0]
+  # A product of 8,192 takes a CPU ten seconds.
+  size = args.matmul or (1024 if device.platform == 'cpu' else 8192)
+  rate = matmul_rate(size)
   report = Report(args.out, rate)
   report.add(
     'machine',
@@ -419,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       'devices': f'{jax.device_count()} x {device.device_kind}',
       'versions': f'jax {jax.__version__}, Python {machine.python_version()}',
       'platform': device.client.platform_version.split('\n')[0],
-      'product': args.matmul,
+      'product': size,
       'product_tflops': rate / 1e12,
     },
   )
