@@ -111,6 +111,7 @@ def keep_freed_memory() -> None:
     mallopt = ctypes.CDLL(None).mallopt
     if mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; glibc before 2.35 refuses it.
       mallopt(-1, 2**30)  # M_TRIM_THRESHOLD; alone, it maps more blocks.
+      mallopt(-2, 2**26)  # M_TOP_PAD; a thread's second heap is then kept too.
 
 
 def rendezvous() -> None:

@@ -5,11 +5,13 @@ benchmarks` measures.
 """
 
 import collections
+from concurrent import futures
 import platform
 import resource
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxline import train
@@ -57,7 +59,7 @@ def test_nothing_on_the_training_thread_waits_for_the_step():
   class Slow(regression.Regression):
     def step_scalars(self, state, grads, updates):
       x = jnp.full([256, 256], state.step.astype(jnp.float32))
-      x = jax.lax.fori_loop(0, 400, lambda i, x: jnp.tanh(x @ x), x)
+      x = jax.lax.fori_loop(0, 200, lambda i, x: jnp.tanh(x @ x), x)
       return {'slow': x.sum()}
 
     def step(self, **kwargs):
@@ -73,7 +75,7 @@ def test_nothing_on_the_training_thread_waits_for_the_step():
   writer = toys.Writes()
   train.Run(Slow, make_config(4), writer=writer, watch=Watch()).train()
   assert len(writer.records) == len(was_running) == 4
-  # A step takes a third of a second, the loop's code behind it a millisecond.
+  # A step takes a sixth of a second, the loop's code behind it a millisecond.
   # Behind the first one, the program of the fingerprint is compiled.
   assert all(was_running[1:]), was_running
 
@@ -110,8 +112,16 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
 )
 def test_a_run_on_a_cpu_keeps_freed_memory():
   train.Run(regression.Regression, make_config(1))
-  faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-  for _ in range(2):
-    before = faults()
-    bytes([1]) * 2**26  # Allocates, fills and frees 64 MiB.
-  assert faults() - before < 20
+
+  def new_faults():
+    # A heap of a thread has 64 MiB, so a second one is needed for what follows.
+    held, faults = bytes([1]) * 2**25, []
+    for _ in range(6):
+      len(bytes([1]) * (2**25 + 2**24))  # Allocates, fills and frees 48 MiB.
+      faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    del held
+    return np.diff(faults).min()  # Other threads may take a part of the block.
+
+  with futures.ThreadPoolExecutor(1) as pool:
+    assert new_faults() < 20
+    assert pool.submit(new_faults).result() < 20
