@@ -8,7 +8,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -299,25 +298,21 @@ def test_gradients_of_a_product_with_a_weight():
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'call',
-  [
+def test_gradients_are_summed_over_the_axes_of_a_shard_map():
+  over = partitioning.Partitioner.make({'data': 2}, 'ddp')
+  for call in (
     lambda w, x: transformer.rows_of(w, (x[:, 0] > 0).astype(jnp.int32)),
     lambda w, x: transformer.dot('BD,DF->BF', x, w),
-  ],
-)
-def test_gradients_are_summed_over_the_axes_of_a_shard_map(call):
-  mesh = jax.make_mesh((2,), 'd', axis_types=(jax.sharding.AxisType.Auto,))
-  loss = lambda w, x: jnp.square(call(w, x)).sum()
-  split = jax.shard_map(
-    lambda w, x: jax.lax.psum(loss(w, x), 'd'),
-    mesh=mesh,
-    in_specs=(P(), P('d')),
-    out_specs=P(),
-  )
-  args = _float32(_normal(3, 5), _normal(4, 3))
-  actual, expected = (jax.grad(f)(*args) for f in (split, loss))
-  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+  ):
+    loss = lambda w, x, call=call: jnp.square(call(w, x)).sum()
+    split = jax.shard_map(
+      lambda *args, loss=loss: jax.lax.psum(loss(*args), over.rules.batch),
+      mesh=over.mesh, out_specs=over.replicated.spec,
+      in_specs=(over.replicated.spec, over.batch_sharding.spec),
+    )  # fmt: skip
+    args = _float32(_normal(3, 5), _normal(4, 3))
+    actual, expected = (jax.grad(f)(*args) for f in (split, loss))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 # ---- The loss.

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -11,27 +12,26 @@ from configs import flow
 import jaxline
 
 
-def fit(directory, steps):
+def fit(directory):
   overrides = {
     'checkpoint_dir': str(directory),
-    'training_steps': steps,
-    'on_config_change': 'continue',
+    'training_steps': 40,
+    'max_checkpoints_to_keep': 2,
     'log_train_data_interval': 1,
     'eval_interval': 20,
     'save_checkpoint_interval': 20,
     'experiment_kwargs.config.hidden': 32,
     'experiment_kwargs.config.ema_decay': 0.9,
-    # Not the run's, or the shorter run would have another rate.
-    'experiment_kwargs.config.training_steps': 40,
   }
   return jaxline.fit(None, flow.get_config(), overrides)
 
 
 def test_it_learns_draws_and_resumes_exactly(tmp_path):
   pytest.importorskip('sklearn')
-  straight = fit(tmp_path / 'straight', 40)
-  fit(tmp_path / 'resumed', 20)
-  resumed = fit(tmp_path / 'resumed', 40).experiment.state
+  straight = fit(tmp_path / 'straight')
+  shutil.copytree(tmp_path / 'straight', tmp_path / 'resumed')
+  (tmp_path / 'resumed/checkpoints/latest/40.json').unlink()
+  resumed = fit(tmp_path / 'resumed').experiment.state
   state = straight.experiment.state
   jax.tree.map(np.testing.assert_array_equal, resumed, state)
 

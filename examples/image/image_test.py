@@ -1,9 +1,4 @@
-"""Tests of the image example, on two devices.
-
-The whole run, about half a minute on two free cores, is marked slow:
-
-    pytest -m slow examples/image
-"""
+"""Tests of the image example, on two devices."""
 
 import itertools
 import types

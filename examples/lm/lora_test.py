@@ -7,7 +7,6 @@ import pytest
 import jaxline
 from jaxline import errors
 
-from . import experiment
 from . import experiment_test
 from . import lora
 
@@ -31,9 +30,7 @@ RANK = {'experiment_kwargs.config.lora.rank': 2}
 def make(config, overrides):
   config = config.copy_and_resolve_references()
   config.update_from_flattened_dict(overrides)
-  return experiment.Experiment(
-    'train', jax.random.key(0), run_config=config, **config.experiment_kwargs
-  )
+  return experiment_test.make(config)
 
 
 def test_adapters_start_as_the_base_model_and_merge_into_it(config):
@@ -87,34 +84,26 @@ def test_adapters_start_as_the_base_model_and_merge_into_it(config):
     _ = make(tuned.run_config, {key: 'layers/attention/qvk'}).state
 
 
-@pytest.mark.parametrize(
-  ('overrides', 'rules', 'optimized'),
-  [
-    (
-      RANK | {'sharding': 'fsdp', 'gradient_accumulation_steps': 2},
-      [('.*_lora_.', None)],
-      8,
-    ),
-    ({'experiment_kwargs.config.trainable': 'layers/.*'}, [], 6),
-  ],
-)
-def test_a_run_is_tuned_from_the_weights_of_another(
-  config, tmp_path, overrides, rules, optimized
-):
+def test_runs_are_tuned_from_the_weights_of_another(config, tmp_path):
   config.checkpoint_dir = str(tmp_path / 'base')
   base = jaxline.fit(None, config).experiment.state.params
-  config.checkpoint_dir = str(tmp_path / 'tuned')
-  config.restore_from = str(tmp_path / 'base')
-  config.restore_rules = (*rules, ('state/params/(.*)', r'state/params/\1'))
-  tuned = jaxline.fit(None, config, overrides).experiment
-  moments = jax.tree.leaves(tuned.state.opt_state[1][0].mu)
-  assert len(moments) == optimized
-  for module, leaves in base.items():
-    for name, w in leaves.items():
-      now = tuned.state.params[module][name]
-      is_frozen = bool(rules) or 'layers' not in module
-      assert np.array_equal(now, w) == is_frozen, (module, name)
-  again = jaxline.load(tmp_path / 'tuned')
+  config.restore_from = config.checkpoint_dir
+  accumulated = {'sharding': 'fsdp', 'gradient_accumulation_steps': 2}
+  for overrides, rules, optimized in (
+    ({'experiment_kwargs.config.trainable': 'layers/.*'}, [], 6),
+    (RANK | accumulated, [('.*_lora_.', None)], 8),
+  ):
+    config.checkpoint_dir = str(tmp_path / f'{optimized}')
+    config.restore_rules = (*rules, ('state/params/(.*)', r'state/params/\1'))
+    tuned = jaxline.fit(None, config, overrides).experiment
+    moments = jax.tree.leaves(tuned.state.opt_state[1][0].mu)
+    assert len(moments) == optimized
+    for module, leaves in base.items():
+      for name, w in leaves.items():
+        now = tuned.state.params[module][name]
+        is_frozen = bool(rules) or 'layers' not in module
+        assert np.array_equal(now, w) == is_frozen, (module, name)
+  again = jaxline.load(config.checkpoint_dir)
   jax.tree.map(
     np.testing.assert_array_equal, again.state.params, tuned.state.params
   )

@@ -232,7 +232,8 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
 # A pipeline is a `vmap` over its stages, in which flash attention is a
 # `shard_map` over all devices.
 @pytest.mark.parametrize(
-  ('attention', 'length'), [('einsum', 12), ('flash', 128)]
+  ('attention', 'length'),
+  [('einsum', 12), pytest.param('flash', 128, marks=pytest.mark.process)],
 )
 def test_a_pipeline_over_two_devices_changes_neither_loss_nor_gradients(
   attention, length, monkeypatch

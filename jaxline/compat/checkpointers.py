@@ -322,8 +322,7 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
-    # `platform` has done so before it opened the logs. A program that makes its
-    # own checkpointer may train several classes.
+    # A program that makes its own checkpointer may train several classes.
     dictionary.forget_published()
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)

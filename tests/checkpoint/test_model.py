@@ -135,9 +135,8 @@ class Machine(stateful.RuleBasedStateMachine):
     if is_there:
       self.training.restore('latest')
       step = self._whole()[-1]
-      assert (state.global_step, state.experiment_module.value) == (
-        step, self.latest[step],
-      )  # fmt: skip
+      restored = state.global_step, state.experiment_module.value
+      assert restored == (step, self.latest[step])
       for newer in [s for s in self.latest if s > step]:
         del self.latest[newer]
         self.damaged.discard(newer)
@@ -252,7 +251,6 @@ class Machine(stateful.RuleBasedStateMachine):
 
 Machine.TestCase.settings = hypothesis.settings(
   max_examples=25, stateful_step_count=25, deadline=None, derandomize=True,
-  database=None,
 )  # fmt: skip
 TestModel = Machine.TestCase
 

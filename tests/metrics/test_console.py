@@ -171,10 +171,8 @@ def test_the_rate_begins_after_the_first_step(capsys):
   with console.training():
     steps = ((step, {}) for step in (60, 61, 64))
     run_hook(console, steps, log_tensors_interval=4)
-  out = capsys.readouterr().out
-  assert re.search(
-    r'Compiled in .*\nstep 60 of 6000 \(1%\)\nstep 64 .*1 steps', out
-  )
+  shown = r'Compiled in .*\nstep 60 of 6000 \(1%\)\nstep 64 .*1 steps'
+  assert re.search(shown, capsys.readouterr().out)
 
 
 def test_of_the_last_steps_no_large_array_is_kept():
