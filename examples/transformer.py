@@ -168,7 +168,8 @@ def _late_rows_forward(table: jax.Array, ids: jax.Array) -> Any:
 
 def _late_rows_backward(kept: Any, grad: jax.Array) -> Any:
   # The gradient starts as a table of zeros. XLA's scheduler for CPUs would make
-  # this table at the beginning of the step. Let it wait for `grad`.
+  # this table at the beginning of the step. So let `zero` depend on `grad`: no
+  # number exceeds infinity, but XLA does not know this.
   table, ids = kept
   zero = (grad[(slice(1),) * grad.ndim].sum() > jnp.inf).astype(table.dtype)
   return jnp.full(table.shape, zero).at[ids].add(grad), None

@@ -103,8 +103,8 @@ def test_runs_are_tuned_from_the_weights_of_another(config, tmp_path):
         now = tuned.state.params[module][name]
         is_frozen = bool(rules) or 'layers' not in module
         assert np.array_equal(now, w) == is_frozen, (module, name)
-  again = jaxline.load(config.checkpoint_dir)
-  jax.tree.map(
-    np.testing.assert_array_equal, again.state.params, tuned.state.params
-  )
-  assert again.decode(['to'], jax.random.key(0))
+    again = jaxline.load(config.checkpoint_dir)
+    jax.tree.map(
+      np.testing.assert_array_equal, again.state.params, tuned.state.params
+    )
+    assert again.decode(['to'], jax.random.key(0))

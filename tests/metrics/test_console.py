@@ -169,8 +169,7 @@ def test_the_mean_is_over_the_last_100_steps_since_the_last_line(capsys):
 def test_the_rate_begins_after_the_first_step(capsys):
   console, _ = begun()
   with console.training():
-    steps = ((step, {}) for step in (60, 61, 64))
-    run_hook(console, steps, log_tensors_interval=4)
+    run_hook(console, ((x, {}) for x in (60, 61, 64)), log_tensors_interval=4)
   shown = r'Compiled in .*\nstep 60 of 6000 \(1%\)\nstep 64 .*1 steps'
   assert re.search(shown, capsys.readouterr().out)
 

@@ -489,9 +489,8 @@ def test_one_checkpointer_trains_a_second_class(checkpointer, tmp_path, caplog):
   assert steps_of(train.train, Teacher, config, ckpt, writer) == [0]
   other = make_config(tmp_path, 5.0, training_steps=2)
   assert steps_of(train.train, Student, other, ckpt, writer) == [0, 1]
-  (only,) = utils.GLOBAL_CHECKPOINT_DICT['latest'].history
-  module = only.pickle_nest.experiment_module
-  np.testing.assert_array_equal(module['params'], [10, 10])
+  newest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
+  np.testing.assert_array_equal(newest.experiment_module['params'], [10, 10])
   writer.close()
   log = (tmp_path / 'train' / 'metrics.jsonl').read_text()
   assert log.count('"loss"') == 2  # That of the teacher stays.

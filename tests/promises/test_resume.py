@@ -295,6 +295,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
   return remains.left_by(config.checkpoint_dir)
 
 
+def at_every(number: int) -> Callable[[int, str], bool]:
+  return lambda k, name: k % number == 5
+
+
 def of_each_kind() -> Callable[[int, str], bool]:
   """Returns what is true twice for each kind of file and of operation."""
   counts = collections.Counter[str]()
@@ -312,9 +316,9 @@ def of_each_kind() -> Callable[[int, str], bool]:
 @pytest.mark.parametrize(
   ('url', 'at'),
   [
-    ('disk', lambda k, name: k % 67 == 5),
-    ('gs', lambda k, name: k % 149 == 5),
-    pytest.param('s3', lambda k, _: k % 149 == 5, marks=pytest.mark.process),
+    ('disk', at_every(41)),
+    ('gs', at_every(97)),
+    pytest.param('s3', at_every(149), marks=pytest.mark.process),
     pytest.param('disk', of_each_kind(), marks=pytest.mark.process),
     pytest.param('disk', lambda k, name: True, marks=pytest.mark.slow),
   ],
@@ -330,8 +334,7 @@ def test_killed_again_behind_a_checkpoint_without_a_manifest(tmp_path, whole):
   with recorded(url, at_manifest) as shots:
     run(Survivor, config, 'train_and_eval')
   remains.put(url, next(iter(shots.values())))
-  at = lambda k, name: k % 67 == 5
-  assert assert_same_after_kill(Survivor, config, at) == whole
+  assert assert_same_after_kill(Survivor, config, at_every(41)) == whole
 
 
 @pytest.mark.parametrize('mode', ['train_and_eval', 'train_eval_multithreaded'])
@@ -340,7 +343,7 @@ def test_every_style_in_every_mode(kind, mode, tmp_path):
   config = config_of(str(tmp_path / 'run'))
   config.eval_initial_weights = False
   config.max_checkpoints_to_keep = 9
-  assert_same_after_kill(kind, config, lambda k, name: k % 131 == 41, mode)
+  assert_same_after_kill(kind, config, lambda k, name: k % 89 == 41, mode)
 
 
 def test_an_evaluation_of_its_own(tmp_path):

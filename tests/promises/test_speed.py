@@ -106,9 +106,7 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
   assert 8 <= len(copied) <= 8 + 32
 
 
-@pytest.mark.skipif(
-  platform.libc_ver() < ('glibc', '2.35'), reason='no glibc 2.35'
-)
+@pytest.mark.skipif(platform.libc_ver() < ('glibc', '2.35'), reason='glibc')
 def test_a_run_on_a_cpu_keeps_freed_memory():
   train.Run(regression.Regression, make_config(1))
 
@@ -117,7 +115,7 @@ def test_a_run_on_a_cpu_keeps_freed_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
   with futures.ThreadPoolExecutor(1) as pool:
-    # A heap of a thread has 64 MiB, so the others need a second heap.
-    held = pool.submit(bytes, 2**25).result()
+    held = pool.submit(bytes, 2**25).result()  # Half of its first heap.
     faults = [pool.submit(count_faults).result() for _ in range(6)]
-  assert np.diff(faults).min() < 20, len(held)
+    del held  # Without it, the others would need no second heap.
+  assert np.median(np.diff(faults)) < 20  # Other threads may take a part once.
