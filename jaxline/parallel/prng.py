@@ -125,15 +125,7 @@ class DeviceStepKeys:
     device_ids = indices if DistributedRNGMode(mode).unique_device else None
     # These are folded into a step's key, except None.
     self._specifics = jax.device_put((host_ids, device_ids), sharding)
-    self._program = jax.jit(
-      jax.shard_map(
-        functools.partial(_derive_block, block),
-        mesh=sharding.mesh,
-        in_specs=sharding.spec,
-        out_specs=sharding.spec,
-        check_vma=False,
-      )
-    )
+    self._program = _block_program(block, sharding)
     # `_ahead` gives the values of a block, and frees them together, which takes
     # less time. `_end_step` is the step after them. `_next_*` are the arguments
     # that continue the last call.
@@ -167,6 +159,14 @@ class DeviceStepKeys:
     step, step_keys, self._next_key = found
     self._next_step = global_step + 1
     return step, step_keys, self._next_key
+
+
+@functools.cache  # All runs of a process share the compiled program.
+def _block_program(block: int, sharding: Any) -> Any:
+  derive = functools.partial(_derive_block, block)
+  on = {'mesh': sharding.mesh, 'check_vma': False}
+  specs = {'in_specs': sharding.spec, 'out_specs': sharding.spec}
+  return jax.jit(jax.shard_map(derive, **on, **specs))
 
 
 def _derive_block(
