@@ -20,6 +20,7 @@ Packages declare keys in `KEYS`: `grep -rn "Key('NAME'" jaxline` finds one.
 """
 
 from collections.abc import Callable, Mapping
+import functools
 import os
 from typing import Any
 
@@ -157,6 +158,9 @@ def get_base_config() -> config_dict.ConfigDict:
   return config
 
 
+# A config to read only: to make one takes as long as to check one.
+_defaults = functools.cache(get_base_config)
+
 # Validation.
 
 
@@ -238,14 +242,13 @@ def validate_config(
   With `may_be_own`, the values of keys that JAXline does not have are not
   checked, because the program may give such keys a different meaning.
   """
-  defaults = get_base_config()
   # This finds misspelled keys of a section; `_problems` finds missing ones.
   sections = {
-    name: {**defaults[name], **config[name]}
+    name: {**_defaults()[name], **config[name]}
     for name in _SECTIONS
     if name in config and isinstance(config[name], keys.MAPPINGS)
   }
-  validate_keys({**defaults, 'mesh': {}}, {**config, **sections})
+  validate_keys({**_defaults(), 'mesh': {}}, {**config, **sections})
   for name, problem in _problems(config).items():
     if not (may_be_own and name in _OTHERS):
       raise problem
@@ -255,7 +258,6 @@ def validate_config(
 def _problems(config: Any) -> dict[str, errors.UsageError]:
   """Maps each top-level key whose value, or a subkey, is wrong to an error."""
   found: dict[str, errors.UsageError] = {}
-  defaults = get_base_config()
   for key in KEYS:
     name = key.name.partition('.')[0]
     try:
@@ -264,9 +266,9 @@ def _problems(config: Any) -> dict[str, errors.UsageError]:
       )
       if key.name in _SECTIONS and name in config:
         where = f'config.{name}'
-        errors.check_names(config[name], defaults[name], 'key', where)
+        errors.check_names(config[name], _defaults()[name], 'key', where)
         if name != 'early_stop':  # It may be given in part, like `mesh`.
-          validate_keys(defaults[name], config[name])
+          validate_keys(_defaults()[name], config[name])
     except errors.UsageError as e:
       found.setdefault(name, e)
   return found
@@ -283,12 +285,11 @@ def complete_config(config: Any) -> Any:
   If keys are missing, the copy ignores non-finite losses, as JAXline does. The
   copy has defaults in place of a program's own values: see `programs_view`.
   """
-  defaults = get_base_config()
-  if not all(key in config for key in defaults):
-    defaults.on_nonfinite = 'ignore'
-    config = config_dict.ConfigDict({**defaults, **config})
+  if not all(key in config for key in _defaults()):
+    missing = {**get_base_config(), 'on_nonfinite': 'ignore'}
+    config = config_dict.ConfigDict({**missing, **config})
   ours = {name: get_base_config()[name] for name in own_keys(config)}
-  for key in defaults.keys() - ours.keys():
+  for key in _defaults().keys() - ours.keys():
     if isinstance(path := config[key], os.PathLike):
       ours[key] = os.fspath(path)
   if not ours:
