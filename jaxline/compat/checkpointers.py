@@ -322,8 +322,6 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
-    # A program that makes its own checkpointer may train several classes.
-    dictionary.forget_published()
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)
     if place != directory.run.url:
