@@ -57,20 +57,20 @@ _SEEN = np.arange(9) < np.array([9, 4, 0])[:, None]  # The last row sees none.
 _ATTENTION = {
   'window': ({'offset': 3, 'window': 2}, lambda b, i, m: 0 <= i + 3 - m < 2, 4),
   'segments': (
-    {'segments': (jnp.asarray(_QUERY_IDS), jnp.asarray(_OWN_IDS))},
+    {'segments': (_QUERY_IDS, _OWN_IDS)},
     lambda b, i, m: m <= i and _QUERY_IDS[b, i] == _OWN_IDS[b, m],
     2,
   ),
   'padding': (
-    {'is_causal': False, 'seen_BM': jnp.asarray(_SEEN)},
+    {'is_causal': False, 'seen_BM': _SEEN},
     lambda b, i, m: _SEEN[b, m],
     2,
   ),
   'all_together': (
     {
-      'offset': jnp.asarray(_OFFSETS),
-      'segments': (jnp.asarray(_QUERY_IDS), jnp.asarray(_KEY_IDS)),
-      'seen_BM': jnp.asarray(_SEEN),
+      'offset': _OFFSETS,
+      'segments': (_QUERY_IDS, _KEY_IDS),
+      'seen_BM': _SEEN,
       'cap': 2.0,
       'scale': 0.3,
     },
@@ -292,9 +292,10 @@ def test_gradients_of_a_product_with_a_weight():
     ('BLF,FD->BLD', (2, 3, 6), (6, 4)),
   ):
     x, w = _float32(*(_normal(*shape, seed=len(shape)) for shape in shapes))
-    y, vjp = jax.vjp(functools.partial(transformer.dot, spec), x, w)
-    _, expected = jax.vjp(functools.partial(jnp.einsum, spec), x, w)
-    for a, b in zip(vjp(y), expected(y), strict=True):
+    energy = lambda dot, x, w, spec=spec: jnp.square(dot(spec, x, w)).sum()
+    grads = jax.jit(jax.grad(energy, (1, 2)), static_argnums=0)
+    actual, expected = (grads(f, x, w) for f in (transformer.dot, jnp.einsum))
+    for a, b in zip(actual, expected, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -311,7 +312,7 @@ def test_gradients_are_summed_over_the_axes_of_a_shard_map():
       in_specs=(over.replicated.spec, over.batch_sharding.spec),
     )  # fmt: skip
     args = _float32(_normal(3, 5), _normal(4, 3))
-    actual, expected = (jax.grad(f)(*args) for f in (split, loss))
+    actual, expected = (jax.jit(jax.grad(f))(*args) for f in (split, loss))
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 

@@ -7,6 +7,7 @@ relative imports, neural-network libraries and an early TensorFlow.
 import ast
 from collections.abc import Iterator
 import dataclasses
+import functools
 import graphlib
 import pathlib
 
@@ -15,6 +16,7 @@ import pytest
 from jaxline import base_config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIBRARY, FORKS = ('jaxline',), ('examples', 'configs')
 
 # A module or package imports from lower floors only, and `errors`, which
 # imports nothing. The only exception is `__main__`, which is above everything.
@@ -63,6 +65,7 @@ class Module:
         yield node, name.removeprefix('jaxline.')
 
 
+@functools.cache
 def parsed(*folders: str) -> list[Module]:
   found = []
   for path in sorted(x for f in folders for x in (ROOT / f).rglob('*.py')):
@@ -97,10 +100,6 @@ def name_of(node: ast.AST) -> str:
   return node.id if isinstance(node, ast.Name) else ''
 
 
-LIBRARY = parsed('jaxline')
-FORKS = parsed('examples', 'configs')
-
-
 def refuse(violations) -> None:
   found = [f'{m.path}:{getattr(node, "lineno", 1)}: {text}'
            for m, node, text in violations]  # fmt: skip
@@ -115,20 +114,20 @@ def test_imports_go_down():
 
   refuse(
     (module, node, f'jaxline.{module.name} imports jaxline.{imported}')
-    for module in LIBRARY
+    for module in parsed(*LIBRARY)
     for node, imported in module.library_imports
     if module.name and not goes_down(module.name, imported)
   )
   assert max(FLOOR.values()) <= 8
   # `prepare` raises CycleError, which names the circle.
-  graph = {m.name: {name for _, name in m.library_imports} for m in LIBRARY}
+  graph = {m.name: {x for _, x in m.library_imports} for m in parsed(*LIBRARY)}
   graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_examples_do_not_import_each_other():
   # Modules directly in examples/ are for all of them.
   shared = {path.stem for path in (ROOT / 'examples').glob('*.py')}
-  for module in FORKS:
+  for module in parsed(*FORKS):
     used = {x.split('.')[1] for _, x in module.imports if x[:9] == 'examples.'}
     others = used - shared - {*module.path.parts[1:2]}
     # A config may ask the one example that it configures for its numbers.
@@ -146,7 +145,7 @@ def test_only_some_modules_know(names):
 
   refuse(
     (module, node, f'{sorted(used(node) & reserved)}')
-    for module in LIBRARY + FORKS
+    for module in parsed(*LIBRARY, *FORKS)
     if not module.name.startswith(RESERVED[names])
     for node in module.nodes
     if used(node) & reserved
@@ -154,14 +153,15 @@ def test_only_some_modules_know(names):
 
 
 def test_few_modules_know_what_jax_does_not_publish():
-  private = {m.name for m in LIBRARY for _, x in m.imports if '._src' in x}
+  modules = parsed(*LIBRARY)
+  private = {m.name for m in modules for _, x in m.imports if '._src' in x}
   assert len(private) <= 4, private
 
 
 def test_there_is_one_training_loop():
   loops = [
     module.name
-    for module in LIBRARY + FORKS
+    for module in parsed(*LIBRARY, *FORKS)
     for node in module.nodes
     if isinstance(node, ast.While)
     and any(name_of(n) == 'should_run_step' for n in ast.walk(node.test))
@@ -172,7 +172,7 @@ def test_there_is_one_training_loop():
 def test_every_key_is_read_and_has_one_default():
   read = {
     node.attr
-    for module in LIBRARY
+    for module in parsed(*LIBRARY)
     if module.name != 'base_config'
     for node in module.nodes
     if isinstance(node, ast.Attribute)
@@ -180,7 +180,7 @@ def test_every_key_is_read_and_has_one_default():
   }
   read |= {
     argument.value
-    for module in LIBRARY
+    for module in parsed(*LIBRARY)
     for node in module.nodes
     if isinstance(node, ast.Call) and name_of(node.func) == 'value_of'
     for argument in node.args
@@ -190,7 +190,7 @@ def test_every_key_is_read_and_has_one_default():
   owners = 'config', 'cfg', 'experiment_kwargs', 'settings'
   refuse(
     (module, node, 'declare the key and its default in a config')
-    for module in LIBRARY + FORKS
+    for module in parsed(*LIBRARY, *FORKS)
     for node in module.nodes
     if isinstance(node, ast.Call)
     and isinstance(node.func, ast.Attribute)
@@ -200,10 +200,9 @@ def test_every_key_is_read_and_has_one_default():
 
 
 def test_the_top_level_has_what_a_forker_reads():
-  top = {m.name for m in LIBRARY if '.' not in m.name and m.path.stem == m.name}
-  assert len(top) <= 14
-  lines = {m.name: (ROOT / m.path).read_text().count('\n') for m in LIBRARY}
-  assert max(lines.values()) <= 500
+  modules = parsed(*LIBRARY)
+  assert sum(m.path.stem == m.name for m in modules) <= 14
+  assert max((ROOT / m.path).read_text().count('\n') for m in modules) <= 500
 
 
 # A parameter of this name, typed as Any, is an object of the unit: the type
@@ -226,7 +225,7 @@ HIDDEN = {
 def test_no_parameter_hides_an_import_that_goes_up():
   refuse(
     (module, node, f'{argument.arg} is typed as Any')
-    for module in LIBRARY
+    for module in parsed(*LIBRARY)
     if tuple(module.name.split('.')) not in HIDDEN
     for node in module.nodes
     if isinstance(node, ast.FunctionDef)

@@ -436,17 +436,17 @@ def praxis_variables(layer):
 
 # The first row has two documents, and the second has padding.
 TYPED_BATCH = {
-  'ids': jnp.int32([[0, 3, 5, 0, 2, 6], [1, 2, 4, 4, 0, 0]]),
-  'labels': jnp.int32([[3, 5, 1, 2, 6, 1], [2, 4, 4, 1, 0, 0]]),
-  'weights': jnp.float32([[1] * 6, [1, 1, 1, 1, 0, 0]]),
-  'paddings': jnp.float32([[0] * 6, [0, 0, 0, 0, 1, 1]]),
-  'segment_ids': jnp.int32([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
-  'segment_pos': jnp.int32([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]]),
+  'ids': np.int32([[0, 3, 5, 0, 2, 6], [1, 2, 4, 4, 0, 0]]),
+  'labels': np.int32([[3, 5, 1, 2, 6, 1], [2, 4, 4, 1, 0, 0]]),
+  'weights': np.float32([[1] * 6, [1, 1, 1, 1, 0, 0]]),
+  'paddings': np.float32([[0] * 6, [0, 0, 0, 0, 1, 1]]),
+  'segment_ids': np.int32([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0]]),
+  'segment_pos': np.int32([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 0]]),
 }
 # The same batch with padding in between.
 PADDED_BATCH = TYPED_BATCH | {
-  'paddings': jnp.float32([[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]),
-  'weights': jnp.float32([[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]),
+  'paddings': np.float32([[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]),
+  'weights': np.float32([[1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]]),
 }
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -48,7 +48,7 @@ def test_axes_that_do_not_fit_name_their_weight():
     ((('replica', 'dta'), None), "'data'"),
     (('embed',), 'shorter|longer'),
   ):
-    weights = {'layer': {'w': Logical(jnp.ones([2, 2]), axes)}}
+    weights = {'layer': {'w': Logical(np.ones([2, 2]), axes)}}
     with pytest.raises(ValueError, match=word) as error:
       partitioner().specs(weights)
     assert 'layer/w' in error.value.__notes__[0]
@@ -56,11 +56,11 @@ def test_axes_that_do_not_fit_name_their_weight():
 
 WEIGHTS = {
   'layer': {
-    'w': Logical(jnp.ones([4, 6]), ('embed', 'mlp')),
-    'odd': Logical(jnp.ones([3, 6]), ('embed', 'mlp')),
-    'b': jnp.ones([6]),
+    'w': Logical(np.ones([4, 6]), ('embed', 'mlp')),
+    'odd': Logical(np.ones([3, 6]), ('embed', 'mlp')),
+    'b': np.ones([6]),
   },
-  'w': Logical(jnp.ones([6, 4]), ('mlp', 'embed')),
+  'w': Logical(np.ones([6, 4]), ('mlp', 'embed')),
 }
 
 
@@ -74,7 +74,7 @@ def test_a_weight_without_names():
     ('fsdp', [258, 4097], P(DATA, None)),  # No model has as many layers.
     ('ddp', [128, 512], P()),
   ):
-    tree = {'w': jax.ShapeDtypeStruct(shape, jnp.float32)}
+    tree = {'w': jax.ShapeDtypeStruct(shape, np.float32)}
     made = partitioner(sharding)
     assert made.specs(tree)['w'] == expected
     is_whole = sharding == 'fsdp' and expected == P()
@@ -86,13 +86,13 @@ def test_weights_left_whole_are_listed():
   assert [line.split()[0] for line in lines] == ['layer/b', 'layer/odd']
   assert lines[1].endswith('embed is 3, no multiple of 2')
   # Also one that another axis splits.
-  tree = {'a': Logical(jnp.ones([4, 3]), ('embed', 'mlp'))}
+  tree = {'a': Logical(np.ones([4, 3]), ('embed', 'mlp'))}
   with mesh_lib.on_devices(mesh_lib.abstract_devices(8)):
     made = partitioner('fsdp_tp', {'data': 4, 'mdl': 2})
   (line,) = made.undersharded_weights(tree)
   assert line.endswith('; mlp is 3, no multiple of 2')
   # Only misfits if just the experts are split.
-  tree = {'a': Logical(jnp.ones([3]), ('experts',)), 'b': jnp.ones([3])}
+  tree = {'a': Logical(np.ones([3]), ('experts',)), 'b': np.ones([3])}
   (line,) = partitioner('ep', {'expert': 2}).undersharded_weights(tree)
   assert line.endswith('; experts is 3, no multiple of 2')
   # None where nothing is split.

@@ -105,13 +105,14 @@ def _random_like(layer):
 
 def _ids(batch=B, length=L, seed=1):
   rng = np.random.default_rng(seed)
-  return jnp.asarray(rng.integers(0, V, [batch, length]), jnp.int32)
+  return rng.integers(0, V, [batch, length]).astype(np.int32)
 
 
-WEIGHTS = jnp.ones([B, L]).at[0, :3].set(0)
+WEIGHTS = np.ones([B, L], np.float32)
+WEIGHTS[0, :3] = 0
 DOCUMENTS = {
-  'segment_ids': jnp.asarray([[1, 1, 1, 2, 2, 2, 2, 2]] * B),
-  'segment_pos': jnp.asarray([[0, 1, 2, 0, 1, 2, 3, 4]] * B),
+  'segment_ids': np.int32([[1, 1, 1, 2, 2, 2, 2, 2]] * B),
+  'segment_pos': np.int32([[0, 1, 2, 0, 1, 2, 3, 4]] * B),
 }
 
 
