@@ -909,7 +909,6 @@ def _transformed(config: ModelConfig) -> hk.Transformed:
   return hk.transform(functools.partial(_forward, config))
 
 
-@functools.partial(jax.jit, static_argnums=1)  # It is traced once.
 def init(rng: jax.Array, config: ModelConfig) -> Params:
   """Creates the weights.
 
