@@ -311,7 +311,8 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
       nest = entries | {'experiment_module': snapshot}
       return dictionary.nest_of(nest, attributes)
 
-    return dictionary.Published(step, read)
+    of = dictionary.RunIdentity(type(state['experiment_module']))
+    return dictionary.Published(step, read, of)
 
 
 def begin_training(checkpointer: Any, experiment_class: Any) -> None:
@@ -322,6 +323,7 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
+    dictionary.forget_published()  # They may be of another class.
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)
     if place != directory.run.url:

@@ -488,6 +488,9 @@ def test_one_checkpointer_trains_a_second_class(checkpointer, tmp_path, caplog):
   writer = platform.create_writer(config, 'train')
   assert steps_of(train.train, Teacher, config, ckpt, writer) == [0]
   other = make_config(tmp_path, 5.0, training_steps=2)
+  with pytest.raises(TypeError):  # It ends before its first save.
+    train.train(type('Student', (Student,), {'step': 0}), other, ckpt, writer)
+  assert utils.GLOBAL_CHECKPOINT_DICT['latest'].history == []
   assert steps_of(train.train, Student, other, ckpt, writer) == [0, 1]
   newest = utils.GLOBAL_CHECKPOINT_DICT['latest'].history[-1].pickle_nest
   np.testing.assert_array_equal(newest.experiment_module['params'], [10, 10])
@@ -544,14 +547,16 @@ def test_another_class_or_config_begins_anew(mode, checkpointer, tmp_path):
 
 def test_a_subclass_of_the_checkpointer_restores_another_config(tmp_path):
   """A program's own checkpointer goes by the class alone, as in JAXline."""
-  for cls, rate, expected in (
-    (Teacher, 1.0, [0]),
-    (Teacher, 2.0, [1]),
-    (Student, 2.0, [0, 1]),
+  own, durable = utils.InMemoryCheckpointer, platform.create_checkpointer
+  for make, cls, rate, expected in (
+    (own, Teacher, 1.0, [0]),
+    (own, Teacher, 2.0, [1]),
+    (own, Student, 2.0, [0, 1]),
+    (durable, Teacher, 2.0, [0, 1]),
+    (own, Student, 2.0, [0, 1]),
   ):
-    steps = 2 if cls is Student else len(expected) + expected[0]
-    config = make_config(tmp_path, rate, steps)
-    ckpt = utils.InMemoryCheckpointer(config, 'train')
+    config = make_config(tmp_path, rate, expected[-1] + 1)
+    ckpt = make(config, 'train')
     assert steps_of(train.train, cls, config, ckpt, None) == expected
 
 
