@@ -73,7 +73,7 @@ class Run:
       self.events.append(happened)
       command = (
         *(sys.executable, PROGRAM, address, str(processes), str(i), style),
-        f'--config={ROOT}/tests/programs/multi_config.py',
+        f'--config={PROGRAM}',
         f'--config.checkpoint_dir={where}',
         f'--config.training_steps={steps}',
         *args,

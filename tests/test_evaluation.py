@@ -19,6 +19,7 @@ from jaxline import utils
 from jaxline.base import debug
 from jaxline.checkpoint import durable
 from jaxline.checkpoint import protocol
+from jaxline.parallel import distributed
 from tests import toys
 
 Log, Plain, Recorder, Writes = toys.Log, toys.Plain, toys.Recorder, toys.Writes
@@ -242,12 +243,22 @@ def test_best_is_saved_where_strictly_better(higher, scores, best_at):
 
 
 def test_a_missing_best_metric_lists_the_names_there_are():
-  class Other(Plain):
-    def evaluate(self, **unused):
-      return {'loss': 1.0, 'score': None}
-
+  found = {'loss': 1.0, 'score': None}
+  Other = type('Other', (Plain,), {'evaluate': lambda self, **unused: found})
   with pytest.raises(errors.UsageError, match=r"score.*\['loss'\]"):
     evaluate([10], cls=Other, best_model_eval_metric='score')
+
+
+@pytest.mark.parametrize('metric', ['score', ''])
+def test_processes_whose_scalars_differ(metric, monkeypatch, caplog):
+  decide = lambda own, choose, **unused: choose([own, {'score': -1.0}])
+  monkeypatch.setattr(distributed, 'gather_and_decide', decide)
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  config = make_config(2, eval_interval=1, best_model_eval_metric=metric)
+  raises = pytest.raises(errors.UsageError, match='score is 1')
+  with raises if metric else contextlib.nullcontext():
+    train.Run(Plain, config, Recorder(config), None, None).train_and_eval()
+  assert caplog.text.count('-1.0 in process 1') == (not metric)  # Not twice.
 
 
 def test_the_best_value_survives_a_restart():

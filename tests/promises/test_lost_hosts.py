@@ -15,7 +15,6 @@ from tests import checkpoints
 from tests import remains
 from tests import several
 from tests.programs import multi
-from tests.programs import multi_config
 
 DISAGREE = 'own is 0.5 in process 0, 1.5 in process 1'
 pytestmark = pytest.mark.timeout(600)  # Also on a busy machine.
@@ -87,7 +86,7 @@ def test_the_clock_of_the_first_decides_and_kills_lose_nothing(style, tmp_path):
 
   # Another number of processes has other positions in the data.
   if is_sharded:
-    config = multi_config.get_config()
+    config = multi.get_config()
     config.checkpoint_dir = str(directory)
     said = r"2 processes saved \['input'\] separately, but"
     with pytest.raises(errors.UsageError, match=said):
