@@ -310,13 +310,11 @@ class FullExperiment(AbstractExperiment, stateful.Stateful):
     `config.random_mode_eval` decides which hosts and devices share a key.
     """
     mode = keys.value_of(config, prng.KEYS, 'random_mode_eval')
-    host_id = prng.host_id_devices_for_rng(mode)
-    device_keys = jax.pmap(
-      lambda key, host: prng.specialize_rng_host_device(
-        key, host, axis_name='i', mode=mode
-      ),
-      axis_name='i',
-    )(devices.bcast_local_devices(rng), host_id)
+    args = devices.bcast_local_devices(rng), prng.host_id_devices_for_rng(mode)
+    specialize = functools.partial(
+      prng.specialize_rng_host_device, axis_name='i', mode=mode
+    )
+    device_keys = jax.pmap(specialize, 'i')(*args)
     return lambda global_step: (
       devices.bcast_local_devices(jax.numpy.asarray(global_step)),
       device_keys,

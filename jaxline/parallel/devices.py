@@ -118,7 +118,6 @@ def rendezvous() -> None:
   """Waits until all hosts have called it, and checks the number of devices."""
   with debug.log_activity('rendezvous'):
     ones = np.ones([jax.local_device_count()], np.int32)
-    # A lambda would be compiled at each call.
     sums = jax.pmap(tree_psum, 'i', static_broadcasted_argnums=1)(ones, 'i')
     got = jax.device_get(sums).tolist()
     if set(got) != {jax.device_count()}:
