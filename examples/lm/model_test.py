@@ -233,7 +233,7 @@ def test_how_it_is_computed_changes_neither_loss_nor_gradients(changes):
 # `shard_map` over all devices.
 @pytest.mark.parametrize(
   ('attention', 'length'),
-  [('einsum', 12), pytest.param('flash', 128, marks=pytest.mark.process)],
+  [('einsum', 12), ('flash', 128)],
 )
 def test_a_pipeline_over_two_devices_changes_neither_loss_nor_gradients(
   attention, length, monkeypatch

@@ -106,7 +106,9 @@ def test_a_step_copies_its_batch_to_the_devices_and_nothing_else(monkeypatch):
   assert 8 <= len(copied) <= 8 + 32
 
 
-@pytest.mark.skipif(platform.libc_ver() < ('glibc', '2.35'), reason='glibc')
+@pytest.mark.skipif(
+  platform.libc_ver() < ('glibc', '2.35'), reason='no glibc 2.35'
+)
 def test_a_run_on_a_cpu_keeps_freed_memory():
   train.Run(regression.Regression, make_config(1))
 
