@@ -323,7 +323,7 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
-    dictionary.forget_published()  # They may be of another class.
+    dictionary.forget_published()  # They may be of a different class.
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)
     if place != directory.run.url:
