@@ -214,7 +214,7 @@ def test_a_batch_is_rounded_up_to_the_devices(
 def test_decoding_with_a_cache_is_decoding_without(config):
   subject = make(config, 'decode')
   # Larger weights, so that likely tokens and unlikely ones are far apart.
-  params = jax.tree.map(lambda x: 3 * x, subject.state.params)
+  params = jax.tree.map(lambda x: 3 * x, jax.device_get(subject.state.params))
   prompts = [[256, 5], [256, 70, 71, 72, 9, 9, 9], [3]]
   options = decoding.Options(method='beam', max_decode_steps=6)
   batch = decoding.pad_prompts(prompts, rows=1, max_length=20)

@@ -108,8 +108,7 @@ def _ids(batch=B, length=L, seed=1):
   return rng.integers(0, V, [batch, length]).astype(np.int32)
 
 
-WEIGHTS = np.ones([B, L], np.float32)
-WEIGHTS[0, :3] = 0
+WEIGHTS = np.float32(np.arange(B * L).reshape(B, L) > 2)  # Three weigh 0.
 DOCUMENTS = {
   'segment_ids': np.int32([[1, 1, 1, 2, 2, 2, 2, 2]] * B),
   'segment_pos': np.int32([[0, 1, 2, 0, 1, 2, 3, 4]] * B),
