@@ -8,6 +8,7 @@ import pytest
 
 from examples.lm import model
 from jaxline import base_config
+from jaxline.base import trees
 from jaxline.parallel import mesh as mesh_lib
 from jaxline.parallel import partitioning
 
@@ -47,15 +48,16 @@ AXES = {
 # FFN [data, mdl] and back, QKV (D, H, K) [data, mdl, -].
 FSDP = {'embed': DATA}
 TP = dict.fromkeys(('vocab', 'heads', 'mlp'), 'mdl')
+WIDTH = {'activation_embed': 'mdl'}  # Of activations between layers.
 SPLITS = {
   'ddp': {},
   'fsdp': FSDP,
   'ep': {},
   'fsdp_ep': FSDP,
   'tp': TP,
-  'fsdp_tp': FSDP | TP,
-  'sp': FSDP | TP,
-  'pipeline': FSDP | TP | {'layers': 'stage'},
+  'fsdp_tp': FSDP | TP | WIDTH,
+  'sp': FSDP | TP | {'length': 'mdl'},
+  'pipeline': FSDP | TP | WIDTH | {'layers': 'stage'},
 }
 
 
@@ -76,18 +78,13 @@ def weights():
   return jax.eval_shape(lambda key: model.init(key, CONFIG), jax.random.key(0))
 
 
-def by_name(tree):
-  """Returns module/name -> leaf of a tree of specs or arrays."""
-  return {
-    f'{module}/{name}': leaf
-    for module, leaves in tree.items()
-    for name, leaf in leaves.items()
-  }
-
-
 @pytest.mark.parametrize('preset', partitioning.PRESETS)
-def test_weights(preset):
-  assert by_name(make(preset).specs(weights())) == expected(preset)
+def test_weights_and_activations(preset):
+  found, splits = make(preset), SPLITS[preset]
+  assert trees.named_leaves(found.specs(weights())) == expected(preset)
+  axes = ('batch', 'length', 'activation_embed')
+  want = P(('replica', *DATA), *map(splits.get, axes[1:]))
+  assert found.spec(axes, (16, 32, 64)) == want
 
 
 def test_rules_are_changed_by_config_values():
@@ -108,4 +105,4 @@ def test_rules_are_changed_by_config_values():
     base_config.validate_config(config)
     partitioner = make(config.sharding, rules=config.sharding_rules)
     want = expected('fsdp_tp') | changed
-    assert by_name(partitioner.specs(weights())) == want
+    assert trees.named_leaves(partitioner.specs(weights())) == want
