@@ -30,6 +30,9 @@ def test_what_was_evaluated_is_noted_per_mode(open_run, tmp_path):
       with pytest.raises(errors.UsageError, match=r'eval\.json'):
         use()
     assert note.read_text() == damage
+  note.write_text(whole)
+  training.begin(5)  # Evaluations of later steps will be repeated.
+  assert [x.step for x in open_run('eval').directory.evaluated()] == [3, 5]
   note.unlink()
   assert open_run('eval').directory.evaluated() == []
 
