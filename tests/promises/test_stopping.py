@@ -59,7 +59,7 @@ def noted(run_dir):
 
 
 @pytest.mark.parametrize(
-  ('dies_at', 'every'), [(None, 1), (1, 1), (2, 3), (3, 1)]
+  ('dies_at', 'every'), [(None, 1), (1, 1), (2, 3), (3, 1), (6, 9)]
 )
 def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
   """The metric grows by 1 with each evaluation, where lower is better."""
@@ -70,7 +70,7 @@ def test_a_killed_run_stops_at_the_same_step(dies_at, every, tmp_path):
     early_stop={'patience': 3, 'metric': 'before'},
   )
   if dies_at is not None:
-    process.run(9, dies_at=dies_at)
+    process.run(9, dies_at, early_stop={'patience': 9, 'metric': 'before'})
   process.run(9)
   assert noted(tmp_path) == {'step': 4, 'why': ''}
   assert remains.newest(tmp_path) == 4
