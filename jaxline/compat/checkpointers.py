@@ -138,7 +138,7 @@ class InMemoryCheckpointer(protocol.FullCheckpointer):
       experiments.class_of(experiment_class), config
     )
     newest = dictionary.newest('latest')
-    if isinstance(newest, dictionary.Published) and newest.of is not None:
+    if isinstance(newest, dictionary.Published):
       is_other = bool(self._training.changes(newest.of))
     if is_other:
       dictionary.forget_published()
@@ -311,7 +311,8 @@ class MirroredCheckpointer(protocol.FullCheckpointer):
       nest = entries | {'experiment_module': snapshot}
       return dictionary.nest_of(nest, attributes)
 
-    of = dictionary.RunIdentity(type(state['experiment_module']))
+    cls = type(state['experiment_module'])
+    of = dictionary.RunIdentity(cls, self.directory.recorded)
     return dictionary.Published(step, read, of)
 
 
@@ -323,7 +324,7 @@ def begin_training(checkpointer: Any, experiment_class: Any) -> None:
   directory = checkpointer.directory
   directory.follows = False
   if isinstance(directory, directory_lib.DurableDirectory):
-    dictionary.forget_published()  # They may be of a different class.
+    dictionary.forget_published()  # Saves may be of a different class.
     recorded = directory.recorded | {'checkpoint_dir': directory.run.url}
     place = choose_directory(experiment_class, recorded)
     if place != directory.run.url:

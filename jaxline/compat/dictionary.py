@@ -70,15 +70,13 @@ class Published:
   program puts it into the dictionary.
   """
 
-  def __init__(
-    self, id: int, read: Callable[[], Any], of: RunIdentity | None = None
-  ):
+  def __init__(self, id: int, read: Callable[[], Any], of: RunIdentity):
     """Makes a snapshot.
 
     Args:
       id: the snapshot's number.
       read: returns the `pickle_nest`.
-      of: the training that saved it; None if only its checkpointer restores it.
+      of: the training that saved it.
     """
     self.id, self._read, self.of = id, read, of
 

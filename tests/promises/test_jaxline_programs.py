@@ -511,6 +511,8 @@ def test_an_emptied_dictionary_begins_anew(checkpointer, tmp_path):
   utils.GLOBAL_CHECKPOINT_DICT = {}
   assert steps_of(main, Teacher, config) == [0, 1]
   assert steps_of(main, Teacher, config) == []
+  other = make_config(tmp_path, 2.0, 3, checkpointer='memory')
+  assert steps_of(main, Teacher, other) == [0, 1, 2]  # Its rate is different.
 
 
 @pytest.mark.parametrize(
