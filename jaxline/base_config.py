@@ -158,8 +158,7 @@ def get_base_config() -> config_dict.ConfigDict:
   return config
 
 
-# A config to read only: to make one takes as long as to check one.
-_defaults = functools.cache(get_base_config)
+_defaults = functools.cache(get_base_config)  # For checks; read only.
 
 # Validation.
 

@@ -163,10 +163,12 @@ class DeviceStepKeys:
 
 @functools.cache  # All runs of a process share the compiled program.
 def _block_program(block: int, sharding: Any) -> Any:
-  derive = functools.partial(_derive_block, block)
-  on = {'mesh': sharding.mesh, 'check_vma': False}
-  specs = {'in_specs': sharding.spec, 'out_specs': sharding.spec}
-  return jax.jit(jax.shard_map(derive, **on, **specs))
+  derive, spec = functools.partial(_derive_block, block), sharding.spec
+  return jax.jit(
+    jax.shard_map(
+      derive, mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+  )
 
 
 def _derive_block(
