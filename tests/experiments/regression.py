@@ -31,9 +31,7 @@ def examples(seed, rows, first=0):
   return {'x': x, 'y': x @ TRUE_W}
 
 
-class Input(sources.Counted):
-  """Endless batches, whose position can be saved."""
-
+class Input(sources.Counted):  # Its batches are endless.
   def __init__(self, batch_size):
     super().__init__(end=None)
     self.batch_size = batch_size

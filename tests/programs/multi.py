@@ -35,7 +35,6 @@ from tests.programs import events
 
 
 def get_config():
-  """Returns the config of the run."""
   config = regression.get_run_config(steps=6, save=2, evaluation=2)
   config.max_checkpoints_to_keep = 10
   return config
